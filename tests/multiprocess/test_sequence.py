@@ -34,7 +34,7 @@ from toolkit.planning.planner import Planner
 from toolkit.planning.setup import Setup
 from toolkit.planning.workload.workload import workload_of
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.checks.whole_check import check_parts
+from toolkit.run.checks.sequence_check import check_parts
 from toolkit.sharding import Compilation
 from toolkit.sharding.parallel.sequence_parallel import form_groups, own_part
 from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape

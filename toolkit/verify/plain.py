@@ -37,7 +37,8 @@ from toolkit.optim.build import matrices
 from toolkit.optim.schedule import learning_rate_factor
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
-from toolkit.run.checks.packing_check import LeakError, check_images, check_leaks
+from toolkit.run.checks.image_check import check_images
+from toolkit.run.checks.packing_check import LeakError, check_leaks
 from toolkit.run.parts.rollouts import Rollouts
 from toolkit.run.stages.rows import build_windows, fitting, may_pad, require_room, without_packing
 from toolkit.sharding.fsdp2.shards import local_tensor

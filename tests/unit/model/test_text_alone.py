@@ -24,7 +24,7 @@ from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.schema import ModelSection
 from toolkit.run.checks.comparison import on_text_alone
 from toolkit.run.checks.packing_check import check_causal, check_leaks
-from toolkit.run.checks.whole_check import check_parts
+from toolkit.run.checks.sequence_check import check_parts
 from toolkit.verify.plain_losses import PlainCausal
 
 TABLES = cases(__file__)

@@ -36,7 +36,7 @@ from toolkit.model.quantised.quantised import _Product, quantise_loaded, quantis
 from toolkit.model.quantised.read_weights import read_weights, without_gradients
 from toolkit.paths import fingerprint_of
 from toolkit.recipe.schema import AdapterSection, ModelSection
-from toolkit.run.checks.whole_check import check_quantised
+from toolkit.run.checks.quantised_check import check_quantised
 
 Tensors = dict[str, torch.Tensor]
 

@@ -25,7 +25,8 @@ from transformers import (
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import add_adapter
 from toolkit.model.structure.model_parts import freeze_untrained
-from toolkit.optim.build import QUANTISED, Muon, build_optimizer, parameter_groups
+from toolkit.optim.build import QUANTISED, build_optimizer, parameter_groups
+from toolkit.optim.muon import Muon
 from toolkit.optim.schedule import build_schedule, changed_rate, learning_rate_factor, schedule_fact, without_peak
 from toolkit.recipe.schema import AdapterSection, OptimizerSection, ScheduleSection
 

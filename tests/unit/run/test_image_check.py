@@ -12,15 +12,16 @@ from support.ranks import run_on_ranks
 
 from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.run.checks import packing_check
-from toolkit.run.checks.packing_check import LeakError, SightCheck, SightError, check_images, require_no_targets
+from toolkit.run.checks import image_check
+from toolkit.run.checks.image_check import SightCheck, SightError, check_images, require_no_targets
+from toolkit.run.checks.packing_check import LeakError
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def _another_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing_check, "_changed_image", lambda image: replace(image, seed=image.seed + 1))
+    monkeypatch.setattr(image_check, "_changed_image", lambda image: replace(image, seed=image.seed + 1))
 
 
 def drawn(kind: str, packed: bool = True) -> ImageSamples:
@@ -115,7 +116,7 @@ def one_sharded_rank() -> tuple[SightCheck | None, str]:
 
     from toolkit.sharding import sharding_kwargs
 
-    packing_check._changed_image = lambda image: replace(image, seed=image.seed + 1)
+    image_check._changed_image = lambda image: replace(image, seed=image.seed + 1)
     whole, samples = seeing_model("gemma3"), drawn("gemma3")
     objective, optimizer = CausalLM(whole), torch.optim.AdamW(whole.parameters())
     model: Any = Accelerator(cpu=True, **sharding_kwargs("zero3")).prepare(whole, optimizer)[0]
@@ -144,4 +145,4 @@ def test_rows_with_unlike_images_are_tried_the_largest_first() -> None:
     rows = [Row([PLACE] * n, [False] * n, [Drawn(n, 1, n)]) for n in (3, 1, 2, 4)]
     samples = samples_of("llava", [rows[:3], rows[3:]], True, 128)
     assert isinstance(samples.images, DrawnImages)
-    assert packing_check._rows_of_unlike_sizes(samples)[0] == (1, 0)
+    assert image_check._rows_of_unlike_sizes(samples)[0] == (1, 0)

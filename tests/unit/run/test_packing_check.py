@@ -27,7 +27,8 @@ from toolkit.model.attention.full_attention import attends_in_full
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.checks import packing_check
-from toolkit.run.checks.packing_check import LeakError, check_causal, check_leaks, check_packing
+from toolkit.run.checks.packed_rows import check_packing
+from toolkit.run.checks.packing_check import LeakError, check_causal, check_leaks
 from toolkit.run.stages.stages import BuiltRun, OpenedRun, ShardedModel
 from toolkit.terminal import Terminal
 

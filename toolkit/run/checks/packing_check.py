@@ -7,18 +7,12 @@ without a cache, and not in every model and kernel; if they do not, logits are s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import nn
 
-from toolkit import ranks
 from toolkit.checkpoint.export import relative_difference
-from toolkit.data.samples.image_samples import ImageSamples, image_samples_of
 from toolkit.data.samples.samples import Batch, Samples, sample_of, stack
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
@@ -29,21 +23,20 @@ from toolkit.model.structure.model_parts import sees
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
 from toolkit.run.checks.comparison import ROUNDED, SAME, logits_of, on_text_alone, refused
-from toolkit.run.stages.part import RunPart
-from toolkit.run.stages.rows import may_pad, without_packing
-from toolkit.run.stages.stages import BuiltRun
-from toolkit.sharding.fsdp2.fsdp import class_name, sharded_modules
-from toolkit.terminal import Pass
+from toolkit.sharding.fsdp2.fsdp import class_name
 
 SAMPLES = 256
 """Number of samples among which the one with the longest last document is chosen."""
+
 
 MOST_TOKENS = 2048
 """The most tokens of the compared samples together: their logits are whole, and training on longer rows takes less
 memory than those. The documents of a longer sample are shortened."""
 
+
 MOST_DOCUMENTS = 16
 """The last documents of a longer sample, which are kept."""
+
 
 FEW_TOKENS, FEW_DOCUMENTS = 96, 3
 """The same of a sample, in which all documents are shortened, if tokens meet in full attention alone: longer ones go
@@ -225,263 +218,3 @@ def require_apart(changes: float, differs: float, in_16_bits: bool, what: str, m
     else:
         return
     raise LeakError(f"rows that share a sample see each other in {what}: the logits of one {how}", mend)
-
-
-# ---- Checks before the first step, on the run's rows, that images reach their own row in the model and no other ----
-
-LOOKED_AT = 256
-"""Number of samples among which rows are chosen."""
-
-TRIED = 8
-"""Number of rows with images that are each tried alone."""
-
-
-class SightError(BadInputError):
-    """Rows with images do not reach the model as they should."""
-
-
-@dataclass(frozen=True)
-class SightCheck:
-    """Measured differences, as shares of the largest logit.
-
-    Attributes:
-        seen: change of a row's logits with its image.
-        leaks: change of the logits of rows next to it; 0 if none shares the sample.
-        alone: the largest difference of a row next to others from the row alone.
-        shared: whether several rows share the sample.
-    """
-
-    seen: float
-    leaks: float
-    alone: float
-    shared: bool
-
-
-@torch.no_grad()
-def check_images(
-    model: nn.Module, objective: Objective, samples: ImageSamples, device: torch.device, in_16_bits: bool
-) -> SightCheck | None:
-    """Compares logits on a real sample with an image. Every rank calls this, on the same samples.
-
-    Returns:
-        The measured differences, or None if no sample has an image, or the logits are not finite.
-
-    Raises:
-        SightError: if an image has no effect or is learned as text, or the model cannot take it on every rank.
-        LeakError: if rows that share a sample see each other.
-    """
-    found = next((n for n in _shared_samples_first(samples) if samples.has_image(n)), None)
-    if found is None:
-        return None
-    require_no_targets(samples)
-    with without_dropout(model):
-        _require_features(model, objective, samples, device)
-        _require_units(model, objective, samples, found, device)
-        check = _measure(model, objective, samples, found, device)
-    if not all(map(math.isfinite, (check.seen, check.leaks, check.alone))):
-        return None  # the first step will say so
-    name = _row_name(samples, found, _first_seen(samples, found))
-    if check.seen == 0.0:
-        raise SightError(
-            f"{name}: its image changes no logit of {_class(model)}, so it would not be seen; train another model"
-        )
-    require_apart(check.leaks, check.alone, in_16_bits, f"{_class(model)} ({name})", MEND, "the image of another is")
-    return check
-
-
-def require_no_targets(samples: ImageSamples) -> None:
-    """Checks that no token that stands for an image is learned.
-
-    Raises:
-        SightError: if one is.
-    """
-    placeholders = np.array(sorted(samples.images.token_ids))
-    for number in _looked_at(samples):
-        for place, (ids, targets) in enumerate(samples.tokens(number)):
-            if np.any(np.isin(ids, placeholders) & np.asarray(targets, dtype=bool)):
-                raise SightError(
-                    f"{_row_name(samples, number, place)}: tokens that stand for an image would be learned as text; "
-                    "report this"
-                )
-
-
-def _require_features(model: nn.Module, objective: Objective, samples: ImageSamples, device: torch.device) -> None:
-    """Tries rows with different images alone: transformers refuses one if features and places differ in number.
-
-    Next to others, a row with too many could balance one with too few.
-    """
-    for number, place in _rows_of_unlike_sizes(samples):
-        name = _row_name(samples, number, place)
-        with refused(f"{name}: {_class(model)} cannot take its images: {{error}}", SightError):
-            _logits(model, objective, samples.alone(number, place), device)
-
-
-def _require_units(
-    model: nn.Module, objective: Objective, samples: ImageSamples, shown: int, device: torch.device
-) -> None:
-    """Raises SightError if a sample with images runs other units than one without: ranks would wait for each other."""
-    blind = next((number for number in _looked_at(samples) if not samples.has_image(number)), None)
-    if blind is None:
-        return
-    of_shown, of_blind = (_units_run(model, objective, samples.batch([n]), device) for n in (shown, blind))
-    if of_shown != of_blind:
-        other = sorted(set(of_shown) ^ set(of_blind)) or ["the same ones in another order"]
-        name = _row_name(samples, shown, _first_seen(samples, shown))
-        raise SightError(
-            f"{name}: with its images {_class(model)} runs other units than without any ({', '.join(other[:3])}), so "
-            "that ranks would deadlock; report this"
-        )
-
-
-def _units_run(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> list[str]:
-    """Returns the names of the units that a forward gathers, in their order."""
-    found: list[str] = []
-    names = {id(module): name or "the root" for name, module in model.named_modules()}
-    units: list[Any] = list(sharded_modules(model))
-    hooks = [unit.register_forward_pre_hook(lambda module, _: found.append(names[id(module)])) for unit in units]
-    try:
-        _logits(model, objective, batch, device)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
-def _measure(
-    model: nn.Module, objective: Objective, samples: ImageSamples, number: int, device: torch.device
-) -> SightCheck:
-    """Measures a sample in which the first row with an image gets another image."""
-    seen, first = samples.seen(number), _first_seen(samples, number)
-    others_seen = [*seen[:first], [_changed_image(seen[first][0]), *seen[first][1:]], *seen[first + 1 :]]
-    together, changed = (
-        _logits(model, objective, samples.batch([number], [images]), device) for images in (seen, others_seen)
-    )
-    # The small image of a batch without any is after all pieces.
-    alone = [_logits(model, objective, samples.alone(number, place), device)[0] for place in range(len(seen))]
-    pairs = list(zip(changed, together, strict=True))[: len(seen)]
-    others = [pair for place, pair in enumerate(pairs) if place != first]
-    return SightCheck(
-        seen=relative_difference(*pairs[first]),
-        leaks=max((relative_difference(*pair) for pair in others), default=0.0),
-        alone=max(relative_difference(together[place], one) for place, one in enumerate(alone)),
-        shared=len(pairs) > 1,
-    )
-
-
-def _looked_at(samples: ImageSamples) -> range:
-    return range(min(LOOKED_AT, len(samples)))
-
-
-def _first_seen(samples: ImageSamples, number: int) -> int:
-    """Returns the place of the first piece of a sample that has an image."""
-    return next(place for place, (_, found) in enumerate(samples.records(number)) if found)
-
-
-def _rows_of_unlike_sizes(samples: ImageSamples) -> list[tuple[int, int]]:
-    """Returns sample and place of pieces with images of different sizes: the longest ones, and the shortest."""
-    by_sizes: dict[str, tuple[int, int, int]] = {}
-    for number in _looked_at(samples):
-        pieces = zip(samples.records(number), samples.tokens(number), strict=True)
-        for place, ((_, records), (ids, _)) in enumerate(pieces):
-            if records:
-                sizes = str(sorted(str(record.get("size")) for record, _ in records))
-                by_sizes.setdefault(sizes, (len(ids), number, place))
-    in_order = sorted(by_sizes.values(), reverse=True)
-    chosen = in_order if len(in_order) <= TRIED else [*in_order[: TRIED - 1], in_order[-1]]
-    return [(number, place) for _, number, place in chosen]
-
-
-def _row_name(samples: ImageSamples, number: int, place: int) -> str:
-    name: str = samples.rows.name(samples.records(number)[place][0])
-    return name
-
-
-def _class(model: nn.Module) -> str:
-    return class_name(base_of(model))
-
-
-MEND = "Set data.packing=false, or another model.attention"
-
-
-def _shared_samples_first(samples: ImageSamples) -> list[int]:
-    """Returns the numbers of samples, those of several rows first."""
-    return sorted(_looked_at(samples), key=lambda number: (len(samples.places(number)) < 2, number))
-
-
-def _changed_image(image: Image.Image) -> Image.Image:
-    """Returns another image of the same size with half of the bits flipped, so that no image stays the same."""
-    pixels = np.asarray(image)
-    return Image.fromarray(pixels ^ np.random.default_rng(0).integers(0, 256, pixels.shape, dtype=np.uint8))
-
-
-def _logits(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> list[torch.Tensor]:
-    """Returns the logits of each document of a sample, (t, V), without padding, as training computes them."""
-    prepared = objective.on_host(batch)
-    found: list[torch.Tensor] = []
-    logits = logits_of(model, objective, prepared, device).float()
-    for row, positions, length in zip(logits, prepared["position_ids"], prepared["lengths"].tolist(), strict=True):
-        starts = (positions[:length] == 0).nonzero().flatten().tolist()
-        found += [row[start:end] for start, end in zip(starts, [*starts[1:], length], strict=True)]
-    return found
-
-
-# ---- Rows that share a sample: the run trains on them only if they do not see each other ----
-
-
-class PackedRows(RunPart):
-    """Where rows see each other, and the recipe leaves packing open, each gets a sample of its own."""
-
-    def check(self, run: BuiltRun) -> None:
-        sharded, on_meta = run.sharded, run.on_meta
-        fact, leak = check_packing(run)
-        if leak is not None:
-            sharded.padded, sharded.data = leak, without_packing(self.recipe, on_meta.tokenizer)
-            sharded.objective = on_meta.build_objective(packed=False, apart=True)
-        self.facts["packing"] = fact if sharded.padded is None else f"none, each row is padded: {sharded.padded}"
-
-
-def check_packing(run: BuiltRun) -> tuple[str, str | None]:
-    """Checks that no token attends to later ones, and that packed rows do not attend to each other. Collective.
-
-    Returns:
-        What the summary says of packed rows, and why rows must not share samples if the recipe leaves packing open.
-
-    Raises:
-        BadInputError: if they see each other, and the recipe asks for packing.
-    """
-    opened, objective, data = run.opened, run.objective, run.data
-    recipe, model, device = opened.recipe, run.inner, opened.device
-    if recipe.objective.spec.predicts_next_tokens and recipe.sharding.sequence == 1:
-        check_causal(model, objective, device)
-    train = data.train
-    with_images = image_samples_of(train)
-    # Both completions of a pair share a sample, whether or not it is packed, until the objective keeps them apart.
-    if with_images is None and not train.is_packed and (objective.apart or not train.shares_samples):
-        return "", None
-    found, leak, size = None, None, recipe.training.micro_batch_size
-    try:
-        with Pass(opened.console, "checking that packed rows do not attend to each other"):
-            if with_images is not None:
-                seen = check_images(model, objective, with_images, device, opened.in_16_bits)
-                found = (seen.leaks, seen.alone) if seen is not None and seen.shared else None
-            else:
-                compiled = recipe.training.compile
-                found = check_leaks(model, objective, train, size, device, opened.in_16_bits, compiled)
-    except LeakError as error:
-        leak = error
-    # All or none: ranks whose rounding differs must not train on different samples.
-    leak = next((of_rank for of_rank in ranks.gather_objects(leak) if of_rank is not None), None)
-    if leak is not None:
-        if not may_pad(recipe, data):
-            raise leak
-        return "", leak.why
-    if not train.is_packed:
-        return "", None
-    report = data.report.train
-    assert report is not None
-    assert report.fill_rate is not None, "rows are packed"
-    if found is None:
-        checked = "no sample holds two rows"
-    else:
-        checked = "checked: packed rows do not attend to each other (change {:.0e}, alone {:.0e})".format(*found)
-    return f"{report.fill_rate:.1%} of the tokens are used; {checked}", None

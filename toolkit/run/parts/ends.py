@@ -1,19 +1,13 @@
-"""What the end of a run depends on: its job's allocation, its best evaluation, and averages of its weights."""
+"""What the end of a run depends on: its job's allocation, and its best evaluation (`training.best_by`)."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
-
-import torch
 
 from toolkit.errors import BadInputError
-from toolkit.optim.ema import AVERAGE, Ema
 from toolkit.run.stages.part import Loop, RunPart
-from toolkit.run.stages.stages import PreparedRun
 from toolkit.training.extension import Extension
 from toolkit.training.extensions.best import BestEvaluation
 from toolkit.training.loop_state import LoopState
@@ -40,46 +34,13 @@ class Best(RunPart):
         return BestEvaluation(training, loop.metrics, loop.save, restore)
 
 
-class Averages(RunPart):
-    """Averages of the weights (`training.ema`), which are evaluated and exported in place of the last ones."""
-
-    def prepared(self, run: PreparedRun) -> None:
-        if (decay := self.recipe.training.ema) is not None:
-            self.facts["average"] = f"of the weights, decay {decay:g} a step; it is evaluated and exported"
-
-    def extension(self, loop: Loop) -> Extension | None:
-        decay = self.recipe.training.ema
-        return None if decay is None else WeightAverages(Ema(loop.run.inner, decay))
-
-
-class WeightAverages(Extension):
-    """Averages the weights after each update. After the last step the model has the averages."""
-
-    def __init__(self, ema: Ema) -> None:
-        self.ema = ema
-
-    def after_update(self, step: int, skipped: bool) -> dict[str, Any]:
-        if not skipped:
-            self.ema.update()
-        return {}
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        return self.ema.in_place()
-
-    def after_last_step(self) -> None:
-        self.ema.put()  # nothing is saved any more; what is left to do shows and exports the model
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {f"{AVERAGE}{name}": tensor for name, tensor in self.ema.tensors.items()}
-
-
-# ---- Ends a run before the batch system ends its job, with time for a save that is known to fit ----
-
 ENDS = "SLURM_JOB_END_TIME"
 """The variable with the end of the allocation in seconds since 1970. Slurm sets it, or the file of `toolkit job`."""
 
+
 SPARE_SECONDS = 20.0
 """For the end of the ranks after the save: pages, launchers and the queue."""
+
 
 UNMEASURED_SHARE, LEAST_UNMEASURED_SECONDS, MOST_UNMEASURED_SECONDS = 0.1, 30.0, 600.0
 """Until a save was measured, it gets this share of the time that was left at the start, inside these bounds."""

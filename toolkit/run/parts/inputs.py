@@ -17,7 +17,8 @@ from toolkit.model.adapters.started_adapter import start_fact
 from toolkit.model.beside_weights.base_files import CODE, CONFIG, GENERATION, TOKENIZERS, BaseFiles
 from toolkit.objectives.teacher import teacher_fact
 from toolkit.paths import configuration_digest, folder_on_this_machine
-from toolkit.run.checks.packing_check import check_images, check_leaks
+from toolkit.run.checks.image_check import check_images
+from toolkit.run.checks.packing_check import check_leaks
 from toolkit.run.folder.folder import write_beginning, write_data_report
 from toolkit.run.stages.part import NEW_FOLDER, Loop, RunPart
 from toolkit.run.stages.stages import BuiltRun, MetaModel, PreparedRun, Read

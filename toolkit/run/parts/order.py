@@ -6,11 +6,14 @@ from collections.abc import Sequence
 
 from toolkit.run.checks.by_block_check import Accumulated
 from toolkit.run.checks.own_loss_check import HeadLoss
-from toolkit.run.checks.packing_check import PackedRows
+from toolkit.run.checks.packed_rows import PackedRows
 from toolkit.run.checks.padding_check import PaddedRows
-from toolkit.run.checks.whole_check import CutMatrices, QuantisedBase, SharedRows
+from toolkit.run.checks.quantised_check import QuantisedBase
+from toolkit.run.checks.sequence_check import SharedRows
+from toolkit.run.checks.tensor_check import CutMatrices
 from toolkit.run.parts.answers import AskedWhileTraining
-from toolkit.run.parts.ends import Allocation, Averages, Best
+from toolkit.run.parts.averages import Averages
+from toolkit.run.parts.ends import Allocation, Best
 from toolkit.run.parts.experts import Experts
 from toolkit.run.parts.figures import Figures, NonFinite, Profile
 from toolkit.run.parts.held_out_samples import HeldOutTexts

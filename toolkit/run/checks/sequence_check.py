@@ -1,4 +1,4 @@
-"""Rows that ranks share, matrices that they cut, a base in 4 bits: each must compute what whole, plain ones do."""
+"""Rows that ranks share (`sharding.sequence`): this rank's part, and a check against whole rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -18,16 +17,13 @@ from toolkit.data.samples.sequence_parts import Part, counts_here
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.attention import attend_by_heads, attention_of, require_sequence
-from toolkit.model.quantised.quantised import quantised_fact, quantised_layers, weights_as_numbers
 from toolkit.objectives.objective import Objective
-from toolkit.run.checks.comparison import ROUNDED, SAME, Numbers, compared, logits_of, on_text_alone
+from toolkit.run.checks.comparison import ROUNDED, Numbers, compared, on_text_alone
 from toolkit.run.stages.part import RunPart
 from toolkit.run.stages.stages import BuiltRun, MetaModel
 from toolkit.sharding.fsdp2.fsdp import class_name
 from toolkit.sharding.fsdp2.unit_states import UnitStates
 from toolkit.sharding.parallel.sequence_parallel import form_groups
-from toolkit.sharding.tensor.cut import cut_of, whole_layers
-from toolkit.sharding.tensor.plan import tensor_plan
 
 CHECKED_TOKENS = 1024
 """Tokens of the row that is compared; every rank computes it whole once."""
@@ -148,110 +144,3 @@ def _with_gradient(
     finally:
         handle.remove()
     return value.detach(), gradient.float()
-
-
-CUT_TOKENS = 128
-"""Tokens of the row that is compared; every rank computes it whole once, a matrix at a time."""
-
-
-class CutMatrices(RunPart):
-    """Matrices that the ranks of a tensor group cut."""
-
-    def on_meta(self, on_meta: MetaModel) -> None:
-        if (size := self.recipe.sharding.tensor) > 1:
-            tensor_plan(on_meta.model, size)  # refuses what cannot be cut, before any weight is read
-
-    def check(self, run: BuiltRun) -> None:
-        opened, size = self.opened, self.recipe.sharding.tensor
-        compared = (run.inner, run.objective, run.data.train, opened.device, opened.in_16_bits)
-        differ = check_tensor(*compared)
-        if size > 1:
-            by = "no row" if differ is None else f"a difference of {differ:.0e}"
-            fact = f"cut by {size} ranks; checked: logits and gradients as of whole matrices ({by})"
-            self.facts["matrices"] = fact
-
-
-def check_tensor(
-    model: nn.Module, objective: Objective, samples: Samples, device: torch.device, in_16_bits: bool
-) -> float | None:
-    """Compares logits, and gradients of the embeddings' outputs, of cut layers with those of whole ones.
-
-    Every rank calls this, on the same samples. Gradients of parameters are not computed, so nothing is reduced.
-
-    Returns:
-        The largest difference of any rank, as a share of the largest number, or None if there is nothing to compare.
-
-    Raises:
-        BadInputError: if it is more than `ROUNDED`, or the model cannot run so.
-    """
-    cut, batch = cut_of(model), samples.few(CUT_TOKENS)
-    if cut is None or batch is None:
-        return None
-    # Not of documents: a head's loss has a part of the vocabulary even where layers are whole.
-    run = functools.partial(outputs_and_gradients, model, objective, batch, device, with_documents=False)
-
-    def whole() -> Numbers:
-        with whole_layers(cut):
-            return run()
-
-    outcome = compared(model, whole, run)
-    if problem := outcome.problem(ROUNDED[in_16_bits], "whole matrices"):
-        raise BadInputError(
-            f"sharding.tensor: {class_name(base_of(model))} does not compute the same with matrices that ranks cut "
-            f"({problem}); remove it"
-        )
-    return outcome.difference
-
-
-QUANTISED_TOKENS = 512
-"""Tokens of the first row that are compared."""
-
-
-class QuantisedBase(RunPart):
-    """A base of 4 bits under adapters."""
-
-    def check(self, run: BuiltRun) -> None:
-        check_quantised(self.opened.accelerator, self.recipe.model.dtype, run.inner, run.objective, run.data.train)
-        self.facts["quantised"] = quantised_fact(run.inner) or ""
-
-
-@torch.no_grad()
-def check_quantised(
-    accelerator: Accelerator, dtype: str, model: nn.Module, objective: Objective, samples: Samples
-) -> None:
-    """Compares logits of a row with those of a model whose layers have dequantised weights. All ranks call it.
-
-    The code of a model may read a layer's weight instead of calling the layer: its type, or its values. In a
-    quantised layer it would find bytes.
-
-    Raises:
-        BadInputError: if logits differ, or the quantised model fails and the other one does not.
-    """
-    few = samples.few(QUANTISED_TOKENS) if any(quantised_layers(model)) else None
-    if few is None:
-        return
-    batch, read = objective.on_host(few), set[str]()
-
-    def logits() -> Numbers:
-        return {"logits": logits_of(model, objective, batch, accelerator.device).float()}
-
-    def of_numbers() -> Numbers:
-        dtype_of_compute = _compute_dtype(accelerator, dtype)
-        with weights_as_numbers(model, dtype_of_compute) as names, on_text_alone(model, samples.has_images):
-            found = logits()
-        read.update(names)
-        return found
-
-    outcome = compared(model, of_numbers, logits)
-    if problem := outcome.problem(SAME[False], "the same weights as numbers"):
-        named = f" The code reads the weights of {', '.join(sorted(read)[:4])}." if read else ""
-        raise BadInputError(
-            f"adapter.quantize: {class_name(base_of(model))} does not compute with quantised layers ({problem}).{named}"
-            " Set adapter.quantize=none, or quantise a model of another type"
-        )
-
-
-def _compute_dtype(accelerator: Accelerator, dtype: str) -> torch.dtype:
-    names = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    own: torch.dtype = getattr(torch, dtype)
-    return names.get(accelerator.mixed_precision, own)
