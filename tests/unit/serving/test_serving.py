@@ -242,7 +242,7 @@ def test_an_export_is_converted(
     to = tmp_path / "Ours"
     made = ["--format", "ollama", "--llama-cpp", str(llama_cpp)]
     assert not run_export(monkeypatch, str(base), "--to", str(to), "--dtype", "fp16", *made)
-    assert capsys.readouterr().out.splitlines()[-3:] == [
+    assert capsys.readouterr().out.splitlines()[-4:-1] == [
         "start it:",
         f"  ollama create ours -f {to}/Modelfile",
         "  ollama run ours",
@@ -275,7 +275,8 @@ def test_an_adapter_is_merged_converted_and_quantised(
     peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(adapter)
     how = ["--format", "gguf", "--llama-cpp", str(llama_cpp), "--quantise", "Q4_K_M"]
     assert not run_export(monkeypatch, str(adapter), "--to", str(tmp_path / "made/small"), *how)
-    assert f"{tmp_path}/made/small: {adapter} in Q4_K_M" in capsys.readouterr().out
+    assert f"{tmp_path}/made/small: {adapter} in Q4_K_M" in (said := capsys.readouterr().out)
+    assert f"toolkit serve-check http://localhost:8080 {adapter} --gap 0.5" in said
     given, kind = (tmp_path / "made/small/model.gguf").read_text().splitlines()
     assert (json.loads(given)[3:5], kind) == (["--outtype", "f32"], "Q4_K_M")
     merged = CliRunner().invoke(app, ["merge", str(adapter), "--to", str(tmp_path / "whole")])

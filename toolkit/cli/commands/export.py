@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -104,6 +105,10 @@ def export(
 
         made = make_gguf(str(place), to, llama_cpp, type_name, quantise, file_format == "ollama", how)
         done, commands = made.exported, ["start it:", *(f"  {command}" for command in made.commands)]
+        if checkpoint is None:
+            port = 8080 if file_format == "gguf" else 11434
+            words = ["toolkit", "serve-check", f"http://localhost:{port}", run, *(["--gap", "0.5"] if quantise else [])]
+            commands.append(f"compare the server's answers with those of {run}: {shlex.join(words)}")
         notes = [*(done.notes if done else ()), *made.notes]
     if as_json:
         print(json.dumps(dataclasses.asdict(made), indent=1, default=str))
