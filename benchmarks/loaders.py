@@ -264,9 +264,8 @@ def as_text(table: dict[str, dict[str, str]]) -> str:
                 family, _, way = name.partition(": ")
                 reasons.setdefault((family, said), []).append(way)
         listed += [f"- {loader}, {family}: {', '.join(ways)}: {said}" for (family, said), ways in reasons.items()]
-        listed += [
-            f"- {loader} does not read the base of {family}: {of[f'{family}: base']}" for family in sorted(without)
-        ]
+        if without:
+            listed.append(f"- {loader} does not read the base of {', '.join(sorted(without))}")
     said = f"Written on {datetime.date.today()}; the families are {', '.join(FAMILIES)}."
     return "\n".join([said, "", *lines, *([""] if listed else []), *listed, ""])
 

@@ -281,8 +281,10 @@ GRID_HEAD = """# Grid of models
 Each row is a model type of transformers 5.23 or 5.24. "Right" lists the features with which its run agreed with
 transformers' own model. "Refused" lists those that a run refuses before its first step, with the reason by the name
 that [Models](models.md#refusals-by-reason) explains. A feature that is in neither column was not tried, does not apply,
-or is hidden by rounding: transformers' own model is as far from itself in float64 (bf16: in float32).
+or is hidden by rounding: transformers' own model is as far from itself in float64 (bf16: in float32). "core" is by
+block, lora, nf4, offload, checkpointing, bf16 and preference together.
 """
+CORE = ("by block", "lora", "nf4", "offload", "checkpointing", "bf16", "preference")
 RESULTS = DOCS.parent / "tests/zoo/results.json"
 REFUSALS = (
     ("later tokens", "depend on later tokens", "The model sees the token that it has to predict. Name a decoder."),
@@ -363,10 +365,18 @@ def models_grid() -> str:
             lines += [f"\n## {letter.upper()}\n", "| type | right | refused |", "|---|---|---|"]
         for kind in kinds:
             found = {_words(feature): outcomes[kind] for feature, outcomes in tried.items() if kind in outcomes}
-            right = ", ".join(feature for feature, text in found.items() if text == "right")
-            refused = "; ".join(f"{feature} ({_why(text)})" for feature, text in found.items() if text != "right")
+            right = ", ".join(_with_core([feature for feature, text in found.items() if text == "right"]))
+            reasons = {
+                _why(text): [each for each in found if _why(found[each]) == _why(text)] for text in found.values()
+            }
+            refused = "; ".join(f"{', '.join(_with_core(of))} ({why})" for why, of in reasons.items() if why)
             lines.append(f"| `{kind}` | {right} | {refused} |")
     return "\n".join(lines) + "\n"
+
+
+def _with_core(features: list[str]) -> list[str]:
+    """The features, with one word for those of `CORE` if all are among them."""
+    return ["core", *(each for each in features if each not in CORE)] if set(CORE) <= set(features) else features
 
 
 def _tried_features() -> dict[str, dict[str, str]]:

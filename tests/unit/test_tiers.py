@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path, PurePath
 
+import pytest
 from support.tiers import control_set, is_control, is_left_out, is_slow, room_of
 
 TESTS = Path(__file__).parents[1]
@@ -24,10 +25,9 @@ def test_the_grid_runs_only_by_its_name() -> None:
     assert not is_left_out({"slow"}, "slow")
 
 
-def test_rooms_are_folders() -> None:
-    files = ("tests/unit/data/test_a.py", "tests/unit/planning/memory/test_b.py", "tests/unit/test_c.py")
-    assert [room_of(PurePath(file)) for file in files] == ["unit/data", "unit/planning", "unit"]
-    assert room_of(PurePath("tests/multiprocess/test_d.py")) == "multiprocess"
+@pytest.mark.parametrize("room", ["unit/data", "unit/planning", "unit", "multiprocess"])
+def test_rooms_are_folders(room: str) -> None:
+    assert room_of(PurePath("tests", room, "memory" if room == "unit/planning" else "", "test_a.py")) == room
 
 
 def test_the_control_set_names_tests_that_are_there() -> None:
