@@ -22,7 +22,6 @@ def test_the_grid_runs_only_by_its_name() -> None:
     assert is_left_out({"grid"}, "")
     assert is_left_out({"conformance"}, "grid")
     assert not is_left_out({"grid"}, "grid")
-    assert not is_left_out({"slow"}, "slow")
 
 
 @pytest.mark.parametrize("room", ["unit/data", "unit/planning", "unit", "multiprocess"])
