@@ -21,8 +21,8 @@ from toolkit.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("toolkit", "accelerate", "torchrun", "python", "pip", "pytest", "srun")
-STARTS_RANKS = ("train", "verify", "doctor", "status")
-"""Commands of `toolkit` that start ranks or look at running ones, and have tests of their own."""
+STARTS_RANKS = ("train", "verify", "doctor", "status", "serve-check")
+"""Commands of `toolkit` that start ranks, or look at running ones or at a server, and have tests of their own."""
 STAND_INS = {
     "meta-llama/Llama-3.1-8B": "model",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "model",
