@@ -109,7 +109,7 @@ def test_each_option_for_a_number_says_what_it_takes() -> None:
                 continue
             options += 1
             option = f"--{key.replace('_', '-')}"
-            outcome = toolkit(command.callback.__name__, option, "two")
+            outcome = toolkit(command.callback.__name__.replace("_", "-"), option, "two")
             if f"error: {option}: found 'two'; allowed: {number}" not in outcome.told or outcome.code != 2:
                 wrong.append((command.callback.__name__, outcome))
     assert wrong == []
