@@ -17,8 +17,8 @@ from toolkit.pages.parts.page import Histogram, Key, Note, Table, render, script
 
 Report = dict[str, Any]
 
-DATA_PAGE = "data_report.html"
-"""Name of the page in the folder of a run; `report.html` next to it links there."""
+DATA_REPORT, DATA_PAGE = "data_report.json", "data_report.html"
+"""Names in the folder of a run: the report, and its page, to which `report.html` next to it links."""
 
 SPLITS = {"train": "train", "validation": "held-out"}
 

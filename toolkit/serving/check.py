@@ -18,7 +18,7 @@ from toolkit.generation.text.complete import HALF_CHARACTER, Prompt, before_stop
 from toolkit.generation.text.load import Loaded, load_model
 from toolkit.generation.text.options import Sampling
 from toolkit.generation.text.rows import encode_rows, read_rows
-from toolkit.serving.asked import Server, Told
+from toolkit.serving.client import Reply, Server
 from toolkit.serving.held_out import held_out_rows, in_protocol
 
 GAP, GAP_OF_16_BITS = 0.02, 0.1
@@ -82,10 +82,10 @@ class Checked:
     def lines(self) -> list[str]:
         """Returns what the command prints."""
         rows, total = self.rows, len(self.rows)
-        told = sum(row.prompt is not None for row in rows)
+        known = sum(row.prompt is not None for row in rows)
         return [
             f"model: {self.model}",
-            f"prompts: {sum(bool(row.prompt) for row in rows)} of {total} the same; the server tells of {told}",
+            f"prompts: {sum(bool(row.prompt) for row in rows)} of {total} the same; the server tells of {known}",
             f"greedy tokens: {sum(row.same for row in rows)} of {sum(row.tokens for row in rows)} the same",
             f"log-probabilities: differ by up to {max(row.gap for row in rows):.1e} nats; allowed: {self.allowed:g}",
             f"stop: {sum(row.stop for row in rows)} of {total} the same",
@@ -100,30 +100,29 @@ class _Case:
     loaded: Loaded
     places: Sequence[str]
     prompts: Sequence[Prompt]
-    told: Sequence[Told]
+    replies: Sequence[Reply]
     length: int
     allowed: float
 
     def compared(self, number: int, ids: list[int] | None = None) -> Compared:
         """Compares a row; with other tokens of its prompt, if they are given."""
-        prompt, told = self.prompts[number], self.told[number]
+        prompt, reply = self.prompts[number], self.replies[number]
         ours = _ours(self.loaded, prompt if ids is None else replace(prompt, ids=ids), self.length)
-        same, ends = _shared(self.loaded, ours, told, self.allowed)
+        same, ends = _shared(self.loaded, ours, reply, self.allowed)
         count, best = len(ours.ids), ours.logprobs.max(-1).values.tolist()
-        gaps = [abs(mine - his) for mine, his in zip(best[: same + 1], told.logprobs, strict=False)]
+        gaps = [abs(mine - his) for mine, his in zip(best[: same + 1], reply.logprobs, strict=False)]
         if other := same < count:
             # What the server chose: the token that it tells, one that ends answers, or a likely one of that text.
-            his = (told.ids or [])[same : same + 1] or (sorted(self.loaded.stops) if ends else [])
+            his = (reply.ids or [])[same : same + 1] or (sorted(self.loaded.stops) if ends else [])
             if not his:
                 likely = ours.logprobs[same].topk(min(LIKELY, ours.logprobs.shape[1])).indices.tolist()
-                his = [each for each in likely if _begins(self.loaded, told.text, [*ours.ids[:same], each])] or likely[
-                    -1:
-                ]
+                begun = [each for each in likely if _begins(self.loaded, reply.text, [*ours.ids[:same], each])]
+                his = begun or likely[-1:]
             chosen = max((float(ours.logprobs[same, each]) for each in his), default=-math.inf)
-            gaps[same:] = [abs(chosen - each) for each in told.logprobs[same : same + 1]]
+            gaps[same:] = [abs(chosen - each) for each in reply.logprobs[same : same + 1]]
             other = best[same] - chosen > 2 * self.allowed  # each of both may move by what is allowed
-        is_same = None if told.num_prompt is None else told.num_prompt == len(prompt.ids)
-        is_same = told.prompt == prompt.ids if told.prompt is not None else is_same
+        is_same = None if reply.num_prompt is None else reply.num_prompt == len(prompt.ids)
+        is_same = reply.prompt == prompt.ids if reply.prompt is not None else is_same
         stop = not (ends and other) if same < count else ends or not ours.stopped
         return Compared(self.places[number], is_same, count, same, other and not ends, max(gaps, default=0.0), stop)
 
@@ -152,32 +151,32 @@ class _Case:
         for way, more, start in (("twice", [bos], 0), ("missing", [], 1)) if bos is not None else ():
             if all(self._has_prompt(number, [*more, *self.prompts[number].ids[start:]]) for number in wrong):
                 return f"BOS {way}: {tokenizer.bos_token!r} at the start of the server's prompts; {BOS_MENDED}"
-        told, ids = self.told[wrong[0]], self.prompts[wrong[0]].ids
-        if told.prompt is None:
-            return f"template: a prompt has {told.num_prompt} tokens, and the export's {len(ids)}; {TEMPLATE_MENDED}"
-        at = next((i for i, (one, other) in enumerate(zip(ids, told.prompt, strict=False)) if one != other), len(ids))
-        his, own = (tokenizer.decode(each[at : at + 8]) for each in (told.prompt, ids))
+        reply, ids = self.replies[wrong[0]], self.prompts[wrong[0]].ids
+        if reply.prompt is None:
+            return f"template: a prompt has {reply.num_prompt} tokens, and the export's {len(ids)}; {TEMPLATE_MENDED}"
+        at = next((i for i, (one, other) in enumerate(zip(ids, reply.prompt, strict=False)) if one != other), len(ids))
+        his, own = (tokenizer.decode(each[at : at + 8]) for each in (reply.prompt, ids))
         return f"template: from token {at} on a prompt has {his!r}, and the export's {own!r}; {TEMPLATE_MENDED}"
 
     def _has_prompt(self, number: int, ids: list[int]) -> bool:
-        told = self.told[number]
-        if told.prompt is not None or not ids:
-            return told.prompt == ids
-        return told.num_prompt == len(ids) and self.explains(number, ids)
+        reply = self.replies[number]
+        if reply.prompt is not None or not ids:
+            return reply.prompt == ids
+        return reply.num_prompt == len(ids) and self.explains(number, ids)
 
     def _cause_of_answers(self, odd: list[int], gaps: list[float]) -> str:
         model = self.loaded.model
         with model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
             if hasattr(model, "disable_adapter") and all(map(self.explains, odd)):
                 return f"adapter: the server answers as the base without the adapter; {ADAPTER_MENDED}"
-        if not all(self.told[number].logprobs for number in odd):
+        if not all(self.replies[number].logprobs for number in odd):
             return "another model or quantisation: the server tells no log-probabilities, which would say what of both"
         if max(gaps) <= self.allowed:
             return f"sampling: log-probabilities agree, and the server chooses other tokens; {SAMPLING_MENDED}"
-        told = f"log-probabilities differ by {min(gaps):.1e} to {max(gaps):.1e} nats"
+        differ = f"log-probabilities differ by {min(gaps):.1e} to {max(gaps):.1e} nats"
         if median(gaps) <= FAR:
-            return f"dtype or quantisation: {told}; {DTYPE_MENDED}"
-        return f"another model: {told}; the server has other weights under this name, or its adapter is not applied"
+            return f"dtype or quantisation: {differ}; {DTYPE_MENDED}"
+        return f"another model: {differ}; the server has other weights under this name, or its adapter is not applied"
 
 
 def check(
@@ -209,11 +208,11 @@ def check(
         prompts = encode_rows(loaded, rows, "--rows", None, is_plain)
         by_type = GAP if loaded.model.dtype == torch.float32 else GAP_OF_16_BITS
         allowed = by_type if gap is None else gap
-        told = [
+        replies = [
             server.answer(name, in_protocol(row, is_plain), room_of(loaded, prompt, Sampling(length)))
             for row, prompt in zip(rows, prompts, strict=True)
         ]
-        case = _Case(loaded, [row.place for row in rows], prompts, told, length, allowed)
+        case = _Case(loaded, [row.place for row in rows], prompts, replies, length, allowed)
         found = [case.compared(number) for number in range(len(rows))]
         return Checked(name, allowed, list(case.causes(found)), found)
 
@@ -229,22 +228,22 @@ def _ours(loaded: Loaded, prompt: Prompt, length: int) -> Ours:
     return Ours(ids, stopped, logits.float().log_softmax(-1).cpu())
 
 
-def _shared(loaded: Loaded, ours: Ours, told: Told, allowed: float) -> tuple[int, bool]:
+def _shared(loaded: Loaded, ours: Ours, reply: Reply, allowed: float) -> tuple[int, bool]:
     """Returns how many of our tokens the server's answer begins with, and whether it ends there.
 
     Servers without numbers of tokens give texts, and most leave out the token that ends an answer.
     """
     words = len(ours.ids) - ours.stopped
-    if told.ids is not None:
-        pairs = enumerate(zip(ours.ids, told.ids, strict=False))
-        same = next((at for at, (mine, his) in pairs if mine != his), min(len(ours.ids), len(told.ids)))
-        ends = told.stopped and len(told.ids) == same
+    if reply.ids is not None:
+        pairs = enumerate(zip(ours.ids, reply.ids, strict=False))
+        same = next((at for at, (mine, his) in pairs if mine != his), min(len(ours.ids), len(reply.ids)))
+        ends = reply.stopped and len(reply.ids) == same
     else:
-        begins = (_begins(loaded, told.text, ours.ids[: at + 1]) for at in range(words))
+        begins = (_begins(loaded, reply.text, ours.ids[: at + 1]) for at in range(words))
         same = next((at for at, has_begun in enumerate(begins) if not has_begun), words)
-        ends = told.stopped and any(_whole(told.text) in _texts(loaded, ours.ids[:end]) for end in (same, words + 1))
+        ends = reply.stopped and any(_whole(reply.text) in _texts(loaded, ours.ids[:end]) for end in (same, words + 1))
         if same == words and ours.stopped and not ends:  # an end at which the server does not stop has no text either
-            same += all(abs(float(ours.logprobs[words].max()) - each) <= allowed for each in told.logprobs[words:][:1])
+            same += all(abs(float(ours.logprobs[words].max()) - each) <= allowed for each in reply.logprobs[words:][:1])
     return same + (same == words and ours.stopped and ends), ends
 
 

@@ -13,10 +13,9 @@ from toolkit.data.rows.sources import map_of, named_rows, open_source, short_nam
 from toolkit.data.rows.values import RowProblem
 from toolkit.errors import BadInputError
 from toolkit.generation.text.rows import PromptRow
+from toolkit.pages.data_page import DATA_REPORT
 from toolkit.paths import parse_json, read_foreign
 from toolkit.recipe.recipe import Recipe
-
-REPORT = "data_report.json"
 
 TEXT_ASKED = 80
 """Characters of a text that has no prompt which a server continues."""
@@ -29,10 +28,10 @@ def held_out_rows(source: str, count: int) -> list[PromptRow]:
         BadInputError: if the source is in no run's folder, or the run has no such rows.
     """
     folder = Path(source).expanduser()
-    run = next((each for each in (folder, folder.parent) if (each / REPORT).is_file()), None)
+    run = next((each for each in (folder, folder.parent) if (each / DATA_REPORT).is_file()), None)
     if run is None:
         raise BadInputError(f"--rows: {source!r} is in no run's folder, which says what was held out; name a file")
-    shown = parse_json(read_foreign(run / REPORT)).get("examples") or []
+    shown = parse_json(read_foreign(run / DATA_REPORT)).get("examples") or []
     wanted = dict.fromkeys(each["row"] for each in shown if each["split"] == "validation")
     # Paths that are not absolute are those of the command line, which start from the current folder.
     recipe = Recipe.from_yaml((run / "recipe.yaml").read_text(encoding="utf-8"), Path(), str(run / "recipe.yaml"))

@@ -159,7 +159,7 @@ def test_each_cause_is_named(cause: str, tells: bool, run: Path) -> None:
 @pytest.mark.parametrize("case", TABLES["NO_SERVER"])
 def test_what_is_no_such_server(case: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    monkeypatch.setattr("toolkit.serving.asked.LIST_SECONDS", 0.5)
+    monkeypatch.setattr("toolkit.serving.client.LIST_SECONDS", 0.5)
     status, content, expected = TABLES["NO_SERVER"][case]
     with serving(lambda *_: (status or 200 + threading.Event().wait(3), content)) as (url, keys):
         said = refusal(url, run)

@@ -23,7 +23,7 @@ from toolkit.data.layouts.template_arguments import date_of
 from toolkit.data.report import DataReport
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
-from toolkit.pages.data_page import DATA_PAGE, write_data_page
+from toolkit.pages.data_page import DATA_PAGE, DATA_REPORT, write_data_page
 from toolkit.pages.parts.story import RUN_JSON
 from toolkit.paths import CHECKPOINTS, appears, atomic_write, clear_interrupted_writes, is_store
 from toolkit.recipe.recipe import Recipe
@@ -41,7 +41,7 @@ RUN_FILES = (
     "recipe.yaml",
     "metrics.jsonl",
     RUN_JSON,
-    "data_report.json",
+    DATA_REPORT,
     DATA_PAGE,
     MODEL_FILES,
     REPORT,
@@ -94,7 +94,7 @@ def _may_write_to(output_dir: Path, recipe: Recipe, found: Resumption) -> bool:
 def _claim(output_dir: Path, recipe: Recipe, goes_on: bool) -> None:
     if require_unfinished(output_dir, recipe, goes_on):
         # A run that was killed before its first checkpoint left these; the new one starts from the beginning.
-        for name in ("metrics.jsonl", RUN_JSON, "data_report.json", DATA_PAGE, "samples.json", REPORT, FINISHED):
+        for name in ("metrics.jsonl", RUN_JSON, DATA_REPORT, DATA_PAGE, "samples.json", REPORT, FINISHED):
             (output_dir / name).unlink(missing_ok=True)
         shutil.rmtree(output_dir / PROFILE_FOLDER, ignore_errors=True)
     clear_interrupted_writes(output_dir)
@@ -228,7 +228,7 @@ def write_data_report(folder: Path, recipe: Recipe, report: DataReport) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "data_report.json").write_text(json.dumps(report.to_dict(), indent=1), encoding="utf-8")
+        (folder / DATA_REPORT).write_text(json.dumps(report.to_dict(), indent=1), encoding="utf-8")
         write_data_page(folder / DATA_PAGE, Path(recipe.training.output_dir).name, report.to_dict())
     except OSError as error:
         raise BadInputError(f"{str(folder)!r} cannot be written: {error.strerror}; name another folder") from error

@@ -31,7 +31,7 @@ class _AsItIs(urllib.request.HTTPErrorProcessor):
 
 
 @dataclass(frozen=True)
-class Told:
+class Reply:
     """What a server says of an answer; None for what it does not tell.
 
     Attributes:
@@ -73,7 +73,7 @@ class Server:
         has = f"{self.root} has {', '.join(map(repr, names)) or 'no model'}"
         raise BadInputError(f"--model: {has}; name one of them" if name is None else f"--model: no {name!r}: {has}")
 
-    def answer(self, model: str, asked: str | dict[str, Any], max_tokens: int) -> Told:
+    def answer(self, model: str, asked: str | dict[str, Any], max_tokens: int) -> Reply:
         """Returns the greedy answer to a text, or to `messages` with their `tools` and `chat_template_kwargs`."""
         chat = (
             {"prompt": asked, "logprobs": 1}
@@ -83,11 +83,11 @@ class Server:
         body = {"model": model, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True, **chat}
         path = "/v1/completions" if isinstance(asked, str) else "/v1/chat/completions"
         try:
-            return self._told(self._call(path, body) or {}, asked)
+            return self._reply(self._call(path, body) or {}, asked)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise BadInputError(f"{self.root}{path}: no answer of OpenAI's protocol: {in_words(error)}") from error
 
-    def _told(self, found: dict[str, Any], asked: str | dict[str, Any]) -> Told:
+    def _reply(self, found: dict[str, Any], asked: str | dict[str, Any]) -> Reply:
         choice = found["choices"][0]
         logs = choice.get("logprobs") or {}
         # llama.cpp lists the tokens of a completion as those of a conversation.
@@ -101,7 +101,7 @@ class Server:
         text = b"".join(pieces).decode("utf-8", "replace")
         words = choice.get("text", (choice.get("message") or {}).get("content"))
         prompt = found.get("prompt_token_ids") or choice.get("prompt_token_ids") or self._prompt(asked)
-        return Told(
+        return Reply(
             prompt,
             (found.get("usage") or {}).get("prompt_tokens") if prompt is None else len(prompt),
             ids or None,
