@@ -51,12 +51,12 @@ def hold_by_expert(model: nn.Module, adapter: str) -> None:
 
 def each_expert(a: torch.Tensor, b: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns A as (experts, rank, inputs) and B as (experts, outputs, rank) of peft's two matrices."""
-    return a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+    return a.reshape(experts, -1, a.shape[1]), by_experts(b, b.shape[1] // experts)
 
 
 def by_experts(saved: torch.Tensor, rank: int) -> torch.Tensor:
-    """Reshapes B of stacked experts as peft saves it, (outputs, rank x experts), to (experts x outputs, rank)."""
-    return saved.reshape(saved.shape[0], rank, -1).permute(2, 0, 1).reshape(-1, rank)
+    """Returns B of stacked experts as (experts, outputs, rank), of (outputs, rank x experts) as peft saves it."""
+    return saved.reshape(saved.shape[0], rank, -1).permute(2, 0, 1)
 
 
 def peft_name(name: str) -> str:

@@ -133,7 +133,7 @@ class StartedAdapter:
                 read: torch.Tensor = file.get_slice(self._files[name])[rows]
                 return read.float()
             # (outputs, rank x experts) in the file, (experts x outputs, rank) here.
-            return by_experts(file.get_tensor(self._files[name]), like.shape[1])[rows].float()
+            return by_experts(file.get_tensor(self._files[name]), like.shape[1]).flatten(0, 1)[rows].float()
 
     def fingerprint(self) -> str | None:
         """Returns the fingerprint of its weights. Collective."""
