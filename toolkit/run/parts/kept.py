@@ -45,14 +45,14 @@ class Kept(RunPart):
     def on_meta(self, on_meta: MetaModel) -> None:
         if self.recipe.kept.file is None:
             return
-        rows = self._rows(on_meta, on_meta.data.report.packing)
-        if rows.train.has_images:
+        self._kept = self._rows(on_meta, on_meta.data.report.packing)
+        if self._kept.train.has_images:
             raise BadInputError(f"{FILE}: has rows with images, which are not measured; leave them out")
         changed = (
             f"checkpoint.resume: the rows of {FILE}, or how they are read, are others than those of the run up to step "
             f"{{step}}, if it had any, so that its figures would not compare; undo that, {NEW_FOLDER}"
         )
-        self.reads.append(Read("kept", digest(rows.fingerprint), changed))
+        self.reads.append(Read("kept", digest(self._kept.fingerprint), changed))
 
     def prepared(self, run: PreparedRun) -> None:
         if self.recipe.kept.file is None:
@@ -62,7 +62,8 @@ class Kept(RunPart):
             f"and what it says of {FILE} is compared with those; bring them back, {NEW_FOLDER}"
         )
         self.reads.append(Read("kept: weights", run.fit.origin, changed))
-        self._kept = self._rows(run.on_meta, run.data.report.packing)
+        if run.data.report.packing != self._kept.report.packing:  # rows that see each other are padded
+            self._kept = self._rows(run.on_meta, run.data.report.packing)
         report = self._kept.report.train
         assert report is not None, "it has rows"
         targets = report.target_tokens or 0
