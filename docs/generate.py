@@ -366,9 +366,9 @@ def models_grid() -> str:
         for kind in kinds:
             found = {_words(feature): outcomes[kind] for feature, outcomes in tried.items() if kind in outcomes}
             right = ", ".join(_with_core([feature for feature, text in found.items() if text == "right"]))
-            reasons = {
-                _why(text): [each for each in found if _why(found[each]) == _why(text)] for text in found.values()
-            }
+            reasons: dict[str, list[str]] = {}
+            for feature, text in found.items():
+                reasons.setdefault(_why(text), []).append(feature)
             refused = "; ".join(f"{', '.join(_with_core(of))} ({why})" for why, of in reasons.items() if why)
             lines.append(f"| `{kind}` | {right} | {refused} |")
     return "\n".join(lines) + "\n"

@@ -21,7 +21,7 @@ from toolkit.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("toolkit", "accelerate", "torchrun", "python", "pip", "pytest", "srun")
-STARTS_RANKS = ("train", "verify", "doctor", "status", "serve-check")
+RUN_ELSEWHERE = ("train", "verify", "doctor", "status", "serve-check")
 """Commands of `toolkit` that start ranks, or look at running ones or at a server, and have tests of their own."""
 STAND_INS = {
     "meta-llama/Llama-3.1-8B": "model",
@@ -59,7 +59,7 @@ class Printed:
     def arguments(self) -> list[str] | None:
         """Of `toolkit`, with stand-ins; None for another program, for what starts ranks and for what needs a GPU."""
         program, *arguments = self.words
-        if program != "toolkit" or arguments[0] in STARTS_RANKS or self.mark == "needs a GPU":
+        if program != "toolkit" or arguments[0] in RUN_ELSEWHERE or self.mark == "needs a GPU":
             return None
         line = shlex.join(arguments)
         for theirs, ours in STAND_INS.items():
