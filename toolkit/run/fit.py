@@ -50,12 +50,11 @@ def fit(
         Metrics(
             accelerator,
             output_dir / "metrics.jsonl",
-            recipe.logging,
             run.num_steps,
+            recipe.logging.every_steps if live.output is None else None,
             run.objective.unit,
             run.planned.peak_bytes,
             live.record,
-            live.output is None,
             recorded,
             recipe.training.best_by,
             opened.story.limited,

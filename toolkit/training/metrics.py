@@ -18,7 +18,6 @@ from rich.text import Text
 
 from toolkit.paths import GIB
 from toolkit.recipe.figures import KEPT_KL, KEPT_LOSS, figure_of, steering
-from toolkit.recipe.schema import LoggingSection
 from toolkit.terminal import Terminal, clock
 from toolkit.training.durable_writes import LinesFile
 from toolkit.training.step import with_figures
@@ -30,10 +29,10 @@ class Metrics:
     Args:
         path: the JSON-lines file; it is created with the first record.
         num_steps: length of the run, for the progress bar.
+        every_steps: steps from one line on the console to the next; None if `on_record` shows them instead.
         unit: what the objective counts, for the console.
         planned_peak_bytes: is in each train record next to the measured peak, or None without a plan.
         on_record: called after each record, with all records and the time left (seconds).
-        shows_steps: whether steps are shown on the console; if not, `on_record` shows them.
         best_by: which figure judges evaluations (`training.best_by`), which the console shows, too.
         limited: adds to a text with figures of held-out rows what limits them.
         to_trackers: called with the split, the numbers and the step of each record.
@@ -43,12 +42,11 @@ class Metrics:
         self,
         accelerator: Accelerator,
         path: Path,
-        logging: LoggingSection,
         num_steps: int,
+        every_steps: int | None,
         unit: str = "targets",
         planned_peak_bytes: int | None = None,
         on_record: Callable[[list[dict[str, Any]], float | None], None] | None = None,
-        shows_steps: bool = True,
         to_trackers: Callable[[str, dict[str, float], int], None] = lambda split, values, step: None,
         best_by: str = "loss",
         limited: Callable[[str], str] = str,
@@ -63,7 +61,7 @@ class Metrics:
         self._file = LinesFile(path, self.warn)
         self._to_trackers = to_trackers
         self._console = Terminal(quiet=not accelerator.is_main_process)
-        self.progress = Progress(self._console, num_steps, logging.every_steps if shows_steps else None)
+        self.progress = Progress(self._console, num_steps, every_steps)
 
     def __enter__(self) -> Metrics:
         self.progress.start()

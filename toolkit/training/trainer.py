@@ -125,7 +125,7 @@ class Trainer:
             return
         self._before_step()
         started = time.perf_counter()
-        waited_for = self._waited_for(windows)
+        waited_for = _waited_for(windows, lambda: self.enter_phase(Phase.DATA))
         with_upcoming = ((window, None) for window in waited_for) if self.windows.fresh else with_next(waited_for)
         for window, self._upcoming in with_upcoming:
             learning_rate = self._set_rates()
@@ -154,16 +154,6 @@ class Trainer:
                 group["lr"] = rate * factor
         self._rate_factor = factor
         return float(rates[0]) * factor
-
-    def _waited_for(self, windows: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
-        """Yields from `windows` and labels the wait for each, which a profile shows."""
-        while True:
-            self.enter_phase(Phase.DATA)
-            with torch.profiler.record_function(DATA):
-                window = next(windows, None)
-            if window is None:
-                return
-            yield window
 
     def enter_phase(self, phase: Phase) -> None:
         """Tells extensions that a phase of the step under way begins."""
@@ -307,7 +297,7 @@ class Trainer:
         )
         found = [RankStep.unpack(row) for row in self.accelerator.gather(mine[None]).tolist()]
         norms = [rank.grad_norm for rank in found]
-        self._require_no_failure([rank.loss_sum for rank in found])
+        _require_no_failure(self.objective, [rank.loss_sum for rank in found], self._steps_in_backward)
         if len(factors := {rank.rate_factor for rank in found}) > 1:
             raise TrainingError(
                 f"the ranks' rate_factor differ: {', '.join(f'{factor:g}' for factor in sorted(factors))}; an "
@@ -335,13 +325,6 @@ class Trainer:
             metrics={},
             rate_factor=self._rate_factor,
         )
-
-    def _require_no_failure(self, sums: list[float]) -> None:
-        """Raises on all ranks what failed on one, which they see by sums that are not finite. Collective then."""
-        failures = [] if all(map(math.isfinite, sums)) else ranks.gather_objects(self.objective.failure)
-        if (failure := next(filter(None, failures), None)) is not None:
-            # The weights are those of the last step, unless backward updates them: then there is nothing to save.
-            raise (OwnCodeError if self._steps_in_backward else BadInputError)(failure)
 
     def _sum_over_ranks(self, counts: Counts) -> Counts:
         """Sums counts over ranks; float64 is exact up to 2^53."""
@@ -406,7 +389,8 @@ class Trainer:
         of_rows: dict[str, Any] = {}
         if parts:
             sums = self._over_ranks(torch.stack(parts).sum(dim=0)).tolist()
-            self._require_no_failure([*sums, *(value for each in shared.values() for value in each.tolist())])
+            seen = [*sums, *(value for each in shared.values() for value in each.tolist())]
+            _require_no_failure(self.objective, seen, self._steps_in_backward)
             of_rows = self.objective.evaluation_record(sums)
         self.model.train()
         record = with_figures({"step": self.global_step, **of_rows}, figures)
@@ -431,9 +415,28 @@ class _EvaluationLeftError(Exception):
     """Unwinds an evaluation that a rank was asked to leave; its text is the reason."""
 
 
+def _waited_for(windows: Iterator[list[Batch]], begin: Callable[[], None]) -> Iterator[list[Batch]]:
+    """Yields from `windows` and labels the wait for each, which a profile shows. `begin` is called before each."""
+    while True:
+        begin()
+        with torch.profiler.record_function(DATA):
+            window = next(windows, None)
+        if window is None:
+            return
+        yield window
+
+
 def _zero_sums(objective: Objective, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a scalar for the loss, and (F,) for the objective's figures."""
     return torch.zeros((), device=device), torch.zeros(len(objective.figures), device=device)
+
+
+def _require_no_failure(objective: Objective, sums: list[float], steps_in_backward: bool) -> None:
+    """Raises on all ranks what failed on one, which they see by sums that are not finite. Collective then."""
+    failures = [] if all(map(math.isfinite, sums)) else ranks.gather_objects(objective.failure)
+    if (failure := next(filter(None, failures), None)) is not None:
+        # The weights are those of the last step, unless backward updates them: then there is nothing to save.
+        raise (OwnCodeError if steps_in_backward else BadInputError)(failure)
 
 
 def _counts(objective: Objective, window: list[Batch]) -> Counts:

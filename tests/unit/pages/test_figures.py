@@ -18,7 +18,7 @@ from toolkit.pages.run_page import RunSummary, render_report
 from toolkit.recipe.figures import steering
 from toolkit.recipe.objectives.registry import SPECS
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import LoggingSection, TrainingSection
+from toolkit.recipe.schema import TrainingSection
 from toolkit.training.extensions.best import BestEvaluation
 from toolkit.training.metrics import Metrics
 
@@ -91,7 +91,7 @@ def test_the_figure_that_judges_is_on_the_console_and_an_unknown_one_lists_them(
     best_by, told = STEERS[objective]
     own, is_main = {"perplexity": 7.389, "mine": 1234.4}, SimpleNamespace(is_main_process=True)
     record = {"step": 4, "loss": 2.0, **own, **FIGURES.get(objective, OF_SAMPLES)}
-    with Metrics(is_main, tmp_path / "m", LoggingSection(), 9, best_by=best_by) as metrics:  # type: ignore[arg-type]
+    with Metrics(is_main, tmp_path / "m", 9, 10, best_by=best_by) as metrics:  # type: ignore[arg-type]
         metrics.evaluation(record)
     assert f"  {told}" in capsys.readouterr().err
     asked = BestEvaluation(TrainingSection(output_dir="run", max_steps=9, best_by="higher unheard"), None)  # type: ignore[arg-type]

@@ -111,7 +111,6 @@ def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path, monkeypatch: pytes
     """`Metrics` itself, whose trackers still get each record."""
     from types import SimpleNamespace
 
-    from toolkit.recipe.schema import LoggingSection
     from toolkit.training.metrics import Metrics
 
     disk, given = Disk(monkeypatch), []
@@ -119,7 +118,7 @@ def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path, monkeypatch: pytes
     told: list[str] = []
     monkeypatch.setattr(Metrics, "warn", lambda self, message: told.append(message))
     path = tmp_path / "metrics.jsonl"
-    with Metrics(accelerator, path, LoggingSection(), 10, to_trackers=lambda *record: given.append(record)) as metrics:
+    with Metrics(accelerator, path, 10, 10, to_trackers=lambda *record: given.append(record)) as metrics:
         for step in range(6):
             disk.room = 10**9 if step in (0, 5) else 0
             metrics.evaluation({"step": step, "loss": 1.0, "what": "text"})

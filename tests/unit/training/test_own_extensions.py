@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from toolkit import Extension, Recipe, finetune
 from toolkit.errors import BadInputError, RecipeError, StoppedError, TrainingError
 from toolkit.optim.schedule import changed_rate
-from toolkit.recipe.schema import LoggingSection
 from toolkit.run.parts.own_code import Own, OwnExtensions, load_extensions
 from toolkit.sharding.plugin import reset_accelerate
 from toolkit.training.metrics import Metrics
@@ -230,7 +229,7 @@ def test_figures_do_not_replace_those_of_the_run() -> None:
                     trainer.fit()
         for name in ("split", "non_finite"):
             with pytest.raises(TrainingError, match=f"figure has the name '{name}'"):
-                Metrics(trainer.accelerator, Path("m"), LoggingSection(), 1).evaluation({"step": 1, name: 1.0})
+                Metrics(trainer.accelerator, Path("m"), 1, 10).evaluation({"step": 1, name: 1.0})
     finally:
         reset_accelerate()
 
