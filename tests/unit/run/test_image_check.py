@@ -1,4 +1,4 @@
-"""The six checks of rows with images before the first step: each finds what it is there for, and names the row."""
+"""The checks of rows with images before the first step: each finds what it is there for, and names the row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from support.images_by_hand import BEGIN, END, PLACE, Drawn, DrawnImages, Row, random_rows, samples_of, seeing_model
-from support.ranks import run_on_ranks
 
 from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.objectives.causal_lm import CausalLM
@@ -100,45 +99,6 @@ def test_a_row_that_differs_beside_others_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(objective, "inputs", shifted)
     with pytest.raises(LeakError, match=r"rows\.jsonl:4\): the logits of one differ by .* from its own alone"):
         checked("qwen3_vl", drawn("qwen3_vl"), model, objective)
-
-
-class SomeLayers(torch.nn.ModuleList):
-    """Leaves out its second layer if there is one image alone, as no model should."""
-
-    seen = 0
-
-    def __iter__(self) -> Any:
-        return iter(list(super().__iter__())[: min(2, self.seen)])
-
-
-def one_sharded_rank() -> tuple[SightCheck | None, str]:
-    from accelerate import Accelerator
-
-    from toolkit.sharding import sharding_kwargs
-
-    image_check._changed_image = lambda image: replace(image, seed=image.seed + 1)
-    whole, samples = seeing_model("gemma3"), drawn("gemma3")
-    objective, optimizer = CausalLM(whole), torch.optim.AdamW(whole.parameters())
-    model: Any = Accelerator(cpu=True, **sharding_kwargs("zero3")).prepare(whole, optimizer)[0]
-    right = checked("gemma3", samples, model, objective)
-    tower = model.model.vision_tower
-    tower.encoder.layers.__class__ = SomeLayers
-
-    def look(_: Any, args: Any, kwargs: Any) -> None:
-        tower.encoder.layers.seen = len(kwargs["pixel_values"] if "pixel_values" in kwargs else args[0])
-
-    tower.register_forward_pre_hook(look, with_kwargs=True)
-    with pytest.raises(SightError) as error:
-        checked("gemma3", samples, model, objective)
-    return right, str(error.value)
-
-
-@pytest.mark.slow
-def test_images_that_make_ranks_run_other_units_are_named() -> None:
-    ((right, error),) = run_on_ranks(one_sharded_rank, 1)
-    assert right is not None
-    assert error.startswith("rows.jsonl:4: with its images Gemma3ForConditionalGeneration runs other units")
-    assert "(model.vision_tower.encoder.layers.1)" in error
 
 
 def test_rows_with_unlike_images_are_tried_the_largest_first() -> None:

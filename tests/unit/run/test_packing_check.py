@@ -238,21 +238,6 @@ def long_samples() -> TextSamples:
     return TextSamples(rows, whole(np.arange(24), lengths, 256), [3, 6, 9, 12, 15, 18, 21, 24], 256, True, 0)
 
 
-@pytest.mark.parametrize("name", ["input_ids", "position_ids"])
-def test_the_batch_itself_is_compared_with_its_documents(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forwards of few tokens are not of this batch."""
-    model, samples = llama("sdpa", max_position_embeddings=512), long_samples()
-    batch = TextSamples.batch
-
-    def wrong(self: TextSamples, numbers: Any, seen: Any = None) -> Any:
-        made = batch(self, numbers, seen)
-        return {**made, name: made[name].roll(1, dims=1)}
-
-    monkeypatch.setattr(TextSamples, "batch", wrong)
-    with pytest.raises(AssertionError, match="tokens of a sample" if name == "input_ids" else "positions do not"):
-        check_leaks(model, CausalLM(model), samples, 2, torch.device("cpu"), False)
-
-
 def test_compiled_blocks_are_checked_on_the_shape_they_train_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model, samples, seen = llama("sdpa", max_position_embeddings=512), long_samples(), []
     hook = lambda _module, _args, named: seen.append(tuple(named["input_ids"].shape))  # noqa: E731

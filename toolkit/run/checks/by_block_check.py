@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
-from toolkit.model.structure.without_dropout import without_dropout
-from toolkit.run.checks.comparison import refused
+from toolkit.run.checks.comparison import SAME, Numbers, compared
 from toolkit.run.stages.part import RunPart
 from toolkit.run.stages.stages import BuiltRun
 from toolkit.sharding.blocks.by_block import ByBlock
@@ -21,8 +19,7 @@ from toolkit.sharding.fsdp2.fsdp import class_name
 TOKENS = 16
 """Tokens of each micro-batch of the check."""
 
-NOISE = 4.0
-"""Factor on the difference of logits between two equal forwards, which is 0 on a CPU."""
+NAMES = ("logits of the first micro-batch", "logits of the second micro-batch")
 
 
 class Accumulated(RunPart):
@@ -44,17 +41,15 @@ class Accumulated(RunPart):
                 "row needs its own; set training.micro_batch_size=1, or sharding.accumulate=by_micro_batch"
             )
         sharded.by_block = by_block = ByBlock(run.model, unit_plan)
-        # Noise differs between ranks, and so may their results.
-        ranks.on_every_rank(
-            lambda: check_forwards(run.model, by_block, self.opened.device), "look at the model by block"
-        )
+        check_forwards(run.model, by_block, self.opened.device, self.opened.in_16_bits)
         self.facts["accumulate"] = "by block: a step gathers each unit twice and reduces it once"
 
 
-def check_forwards(model: nn.Module, by_block: ByBlock, device: torch.device) -> None:
+def check_forwards(model: nn.Module, by_block: ByBlock, device: torch.device, in_16_bits: bool) -> None:
     """Compares the logits of two micro-batches that go through the blocks together with those of each alone.
 
-    A value that a model passes from block to block in an attribute or a global would be the other micro-batch's.
+    A value that a model passes from block to block in an attribute or a global would be the other micro-batch's. Every
+    rank calls this.
 
     Raises:
         BadInputError: if they differ, or the model cannot run so.
@@ -63,30 +58,22 @@ def check_forwards(model: nn.Module, by_block: ByBlock, device: torch.device) ->
     rows = int(base_of(model).get_input_embeddings().weight.shape[0])
     ids = torch.arange(2 * TOKENS, device=device).view(2, 1, TOKENS) * 7 % rows
     forwards = [functools.partial(_logits, model, of_batch) for of_batch in ids]
-    with without_dropout(model):
-        with torch.no_grad():
-            alone, again = ([forward() for forward in forwards] for _ in range(2))
-        with refused(f"{_refusal(model)}: {{error}}. {MEND}"):
-            together = by_block.evaluate(forwards)
-    noise, difference = _largest_difference(again, alone), _largest_difference(together, alone)
-    if difference > NOISE * noise:
+
+    @torch.no_grad()
+    def each_alone() -> Numbers:
+        return dict(zip(NAMES, (forward() for forward in forwards), strict=True))
+
+    def together() -> Numbers:
+        return dict(zip(NAMES, by_block.evaluate(forwards), strict=True))
+
+    outcome = compared(model, each_alone, together)
+    if problem := outcome.problem(SAME[in_16_bits], "a forward by itself"):
         raise BadInputError(
-            f"{_refusal(model)}: its blocks pass state other than by arguments and outputs, so that "
-            f"micro-batches change each other's logits by {difference:.1e}. {MEND}"
+            f"sharding.accumulate: by_block cannot run {class_name(base_of(model))}: its blocks pass state other "
+            f"than by arguments and outputs ({problem}). Set sharding.accumulate=by_micro_batch"
         )
-
-
-MEND = "Set sharding.accumulate=by_micro_batch"
-
-
-def _refusal(model: nn.Module) -> str:
-    return f"sharding.accumulate: by_block cannot run {class_name(base_of(model))}"
 
 
 def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     logits: Any = model(input_ids=ids, use_cache=False).logits  # as training does: a cache can lack what blocks keep
     return logits.float()  # type: ignore[no-any-return]
-
-
-def _largest_difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))

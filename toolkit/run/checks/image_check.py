@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
 from toolkit.run.checks.comparison import logits_of, refused
 from toolkit.run.checks.packing_check import require_apart
-from toolkit.sharding.fsdp2.fsdp import class_name, sharded_modules
+from toolkit.sharding.fsdp2.fsdp import class_name
 
 LOOKED_AT = 256
 """Number of samples among which rows are chosen."""
@@ -70,7 +69,6 @@ def check_images(
     require_no_targets(samples)
     with without_dropout(model):
         _require_features(model, objective, samples, device)
-        _require_units(model, objective, samples, found, device)
         check = _measure(model, objective, samples, found, device)
     if not all(map(math.isfinite, (check.seen, check.leaks, check.alone))):
         return None  # the first step will say so
@@ -108,37 +106,6 @@ def _require_features(model: nn.Module, objective: Objective, samples: ImageSamp
         name = _row_name(samples, number, place)
         with refused(f"{name}: {_class(model)} cannot take its images: {{error}}", SightError):
             _logits(model, objective, samples.alone(number, place), device)
-
-
-def _require_units(
-    model: nn.Module, objective: Objective, samples: ImageSamples, shown: int, device: torch.device
-) -> None:
-    """Raises SightError if a sample with images runs other units than one without: ranks would wait for each other."""
-    blind = next((number for number in _looked_at(samples) if not samples.has_image(number)), None)
-    if blind is None:
-        return
-    of_shown, of_blind = (_units_run(model, objective, samples.batch([n]), device) for n in (shown, blind))
-    if of_shown != of_blind:
-        other = sorted(set(of_shown) ^ set(of_blind)) or ["the same ones in another order"]
-        name = _row_name(samples, shown, _first_seen(samples, shown))
-        raise SightError(
-            f"{name}: with its images {_class(model)} runs other units than without any ({', '.join(other[:3])}), so "
-            "that ranks would deadlock; report this"
-        )
-
-
-def _units_run(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> list[str]:
-    """Returns the names of the units that a forward gathers, in their order."""
-    found: list[str] = []
-    names = {id(module): name or "the root" for name, module in model.named_modules()}
-    units: list[Any] = list(sharded_modules(model))
-    hooks = [unit.register_forward_pre_hook(lambda module, _: found.append(names[id(module)])) for unit in units]
-    try:
-        _logits(model, objective, batch, device)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
 
 
 def _measure(

@@ -88,7 +88,6 @@ def check_leaks(
     if numbers is None:
         return None
     batch, pieces = samples.batch(numbers), _pieces(samples, numbers[0])
-    _require_documents(batch, samples, numbers)
     alone_length = length if samples.is_packed and not few else None
     if few:
         rows = [_shortened(_pieces(samples, number)[-FEW_DOCUMENTS:], length) for number in numbers]
@@ -159,16 +158,6 @@ def _stacked(rows: list[Pieces], pad_id: int, length: int | None = None) -> Batc
     """Returns a batch (B, T) of samples; T is that of the longest without a length."""
     longest = max(sum(len(ids) for ids, _ in row) for row in rows)
     return stack([sample_of(row, length or longest, pad_id) for row in rows])
-
-
-def _require_documents(batch: Batch, samples: Samples, numbers: list[int]) -> None:
-    """Requires that a micro-batch holds its documents one after the other, and that positions restart with each."""
-    for row, number in enumerate(numbers):
-        end = 0
-        for ids in samples.documents(number):
-            start, end = end, end + len(ids)
-            assert batch["input_ids"][row, start:end].tolist() == ids, "tokens of a sample are not its documents'"
-            assert batch["position_ids"][row, start:end].tolist() == list(range(len(ids))), "positions do not restart"
 
 
 def _numbers_to_compare(samples: Samples, micro_batch_size: int) -> list[int] | None:
