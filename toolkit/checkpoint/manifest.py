@@ -250,8 +250,6 @@ def _read_folder(folder: Place, step: int) -> Checkpoint:
         return Checkpoint(folder, step, None, f"{COMPLETE} is missing: it was not finished", unfinished=True)
     except OSError as error:
         return Checkpoint(folder, step, None, f"{COMPLETE} cannot be read: {first_line(error)}")
-    if not marker:  # of a version that wrote it in place, on a disk that was full
-        return Checkpoint(folder, step, None, f"{COMPLETE} is empty: it was not finished", unfinished=True)
     try:
         text = read_file(folder / MANIFEST)
         if marker != hashlib.sha256(text).hexdigest().encode():
@@ -259,7 +257,7 @@ def _read_folder(folder: Place, step: int) -> Checkpoint:
         manifest = Manifest.from_json(text)
         # One listing for all files: in a store each query of a file is a request.
         there = {path.name: path for path in folder.iterdir() if path.name not in (MANIFEST, COMPLETE)}
-        problem = _bad_file_name(there, manifest) or _incomplete_manifest(manifest) or _missing_file(there, manifest)
+        problem = _bad_file_name(there, manifest) or _missing_file(there, manifest)
     except FileNotFoundError as error:
         return Checkpoint(folder, step, None, f"{Path(str(error.filename)).name} is missing")
     except ValidationError as error:
@@ -275,12 +273,6 @@ def _first_problem(error: ValidationError) -> str:
     """Returns the first wrong field and why it is wrong."""
     found = error.errors(include_url=False, include_input=False)[0]
     return ": ".join(filter(None, [".".join(map(str, found["loc"])), found["msg"]]))
-
-
-def _incomplete_manifest(manifest: Manifest) -> str | None:
-    """Checks the manifest for what every checkpoint has: records, and generators of each rank."""
-    names = (METRICS, *(f"rank_{rank:05d}.json" for rank in range(manifest.world_size)))
-    return next((f"{MANIFEST} does not name {name}" for name in names if name not in manifest.files), None)
 
 
 def _bad_file_name(there: Mapping[str, Place], manifest: Manifest) -> str | None:

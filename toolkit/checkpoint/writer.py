@@ -1,4 +1,4 @@
-"""Saves checkpoints atomically: sharded by torch.distributed.checkpoint, synced, read back, renamed and marked."""
+"""Saves checkpoints atomically: sharded by torch.distributed.checkpoint, synced, renamed and marked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -45,7 +44,6 @@ from toolkit.errors import ToolkitError, first_line, in_words, is_lost_peer
 from toolkit.paths import CHECKPOINT_FILE_BYTES, CHECKPOINTS, atomic_write, sync, write_synced
 from toolkit.published import without_secrets
 from toolkit.recipe.schema import CheckpointSection
-from toolkit.sharding.fsdp2.shards import local_tensor
 from toolkit.training.durable_writes import RETRY_SECONDS, TELL_SECONDS
 
 DELETED = ".deleted"
@@ -299,7 +297,7 @@ def _bytes_in(folder: Path | None) -> int:
 
 
 def _write_rank_files(job: Save, folder: Path, note_progress: Callable[[], None]) -> dict[str, FileEntry]:
-    """Writes this rank's other files, reads its tensors back, and syncs all files.
+    """Writes this rank's other files, and syncs all files.
 
     Args:
         job: the save.
@@ -309,7 +307,6 @@ def _write_rank_files(job: Save, folder: Path, note_progress: Callable[[], None]
     # The storage writer counts ranks from 1.
     mine = sorted(folder.glob(f"shard-{ranks.rank() + 1:05d}-*.safetensors"))
     for path in mine:
-        require_same(path, job.tensors)
         sync(path)
         note_progress()
     states = folder / f"rank_{ranks.rank():05d}.json"
@@ -322,33 +319,6 @@ def _write_rank_files(job: Save, folder: Path, note_progress: Callable[[], None]
     return {path.name: file_entry(path) for path in mine}
 
 
-def require_same(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Checks that a written file holds the state, byte for byte.
-
-    Args:
-        path: the safetensors file.
-        tensors: the state by name; this rank's part of each has the shape of the tensor in the file.
-
-    Raises:
-        ToolkitError: if a tensor differs.
-    """
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 (no dict)
-            live = local_tensor(tensors[name]).cpu()
-            read = file.get_tensor(name)
-            if not same_bytes(read, live):
-                raise ToolkitError(f"{path.name}: {name} reads back differently from what was written")
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Returns whether two tensors have the same shape, dtype and bits. NaN equals itself."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.numel() == 0:
-        return True
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-
-
 def _step_of(set_aside: Path) -> float:
     """Returns the step of a checkpoint that was set aside, or infinity if the name does not contain it."""
     number = set_aside.name.partition(SET_ASIDE)[0].removeprefix("step_")
@@ -359,9 +329,6 @@ def clear_unfinished(run: Path) -> None:
     """Deletes what interrupted saves and deletions have left. One process calls it, before any save."""
     leftovers = [path for ending in (UNFINISHED, DELETED) for path in (run / CHECKPOINTS).glob(f".step_*{ending}")]
     last = latest(run)
-    # Earlier versions deleted the marker before the rest.
-    old = [c.step for c in list_checkpoints(run) if c.unfinished and last is not None and c.step < last.step]
-    leftovers += [step_folder(run, step) for step in old]
     # From a save that was killed between rename and marker. A damaged checkpoint has its marker, and stays.
     aside = [path for path in (run / CHECKPOINTS).glob(f"step_*{SET_ASIDE}*") if not (path / COMPLETE).exists()]
     leftovers += [path for path in aside if last is not None and _step_of(path) <= last.step]

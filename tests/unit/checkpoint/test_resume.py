@@ -82,12 +82,6 @@ def test_what_was_never_finished_is_no_loss(tmp_path: Path) -> None:
     assert [checkpoint.step for checkpoint in found.passed_over] == [5]
 
 
-def test_a_marker_that_found_no_room_is_no_loss(tmp_path: Path) -> None:
-    (written(tmp_path, 5) / COMPLETE).write_text("")  # as earlier versions left it
-    found = find(tmp_path, "auto", PLAIN.recipe)
-    assert (found.start, [checkpoint.unfinished for checkpoint in found.passed_over]) == (None, [True])
-
-
 def test_a_save_whose_marker_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -163,12 +157,11 @@ def test_a_checkpoint_says_that_its_weights_are_not_finite(tmp_path: Path, async
 
 
 def test_half_of_a_deleted_checkpoint_is_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in (5, 7, 9):
+    for step in (7, 9):
         written(tmp_path, step)
-    (tmp_path / "checkpoints/step_00000005" / COMPLETE).unlink()  # as earlier versions began
     monkeypatch.setattr("toolkit.checkpoint.writer.shutil.rmtree", lambda *_, **__: None)  # killed in the midst
     remove(tmp_path / "checkpoints/step_00000007")
     monkeypatch.undo()
-    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [5, 9]
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [9]
     clear_unfinished(tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000009"]
