@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError
 from toolkit.generation.text.complete import Shown, image_arguments
-from toolkit.generation.text.load import device_of, find_model, tokenizer_of
+from toolkit.generation.text.load import architecture_of, device_of, find_model, load_base, tokenizer_of
 from toolkit.paths import user_cache
 
 if TYPE_CHECKING:
@@ -144,16 +143,11 @@ def find_reward_model(source: str, field: str = "--reward") -> str:
             f"{field}: {source!r} is {what}; name the export of a whole model of the objective reward (with adapters: "
             "export.merge=true)"
         )
-    try:
-        config = json.loads((Path(place.name) / "config.json").read_text(encoding="utf-8"))
-        architecture = str((config.get("architectures") or [""])[0])
-    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
-        raise BadInputError(
-            f"{field}: {source!r} cannot be loaded: config.json is damaged ({first_line(error)}); name another export"
-        ) from error
+    architecture = architecture_of(place)
     if not architecture.endswith("ForSequenceClassification"):
         raise BadInputError(
-            f"{field}: {source!r} ({architecture}) is not a reward model; name an export of the objective reward"
+            f"{field}: {source!r} ({architecture or 'of no class'}) is not a reward model; name an export of the "
+            "objective reward"
         )
     return place.name
 
@@ -168,26 +162,18 @@ def reward_model(source: str, dtype: str, device: str, field: str = "--reward") 
     Raises:
         BadInputError: if it does not score completions.
     """
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
     from toolkit.generation.text.command import quiet
 
-    folder = find_reward_model(source, field)
+    place = find_model(find_reward_model(source, field))
     device = device_of(device)
     with quiet():
         try:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            if config.num_labels != 1:
-                raise BadInputError(
-                    f"{field}: {source!r} is not a reward model: its head has {config.num_labels} classes, not one "
-                    "score; name an export of the objective reward"
-                )
-            model = AutoModelForSequenceClassification.from_pretrained(
-                folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
+            model = load_base(place, dtype, None, writes=False)
+        except BadInputError as problem:
+            raise BadInputError(f"{field}: {problem}") from None
+        if model.config.num_labels != 1:
+            raise BadInputError(
+                f"{field}: {source!r} is not a reward model: its head has {model.config.num_labels} classes, not one "
+                "score; name an export of the objective reward"
             )
-        except BadInputError:
-            raise
-        except Exception as error:  # the libraries that read models raise a great many kinds
-            raise BadInputError(f"{field}: {source!r} cannot be loaded: {first_line(error)}") from error
-        place = find_model(str(Path(folder)))
         yield RewardModel(source, field, model.to(device).eval(), tokenizer_of(place, place))

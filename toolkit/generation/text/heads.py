@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import BadInputError, DataError
-from toolkit.generation.text.load import Place, device_of, load_base, positions_of, tokenizer_of
+from toolkit.generation.text.load import Place, architecture_of, device_of, load_base, positions_of, tokenizer_of
 from toolkit.recipe.figures import figure_of
 from toolkit.recipe.recipe import read_yaml
 
@@ -70,11 +69,7 @@ class Scores:
 
 def has_head(place: Place) -> bool:
     """Tells whether a folder's model has a head, so that it scores rows and writes no text."""
-    try:
-        config = json.loads((Path(place.name) / "config.json").read_text(encoding="utf-8"))
-        return str(config["architectures"][0]).endswith("Classification")
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
+    return architecture_of(place).endswith("Classification")
 
 
 def score_rows(place: Place, file: Path, batch_size: int, dtype: str, device: str) -> Scores:

@@ -5,6 +5,7 @@ It imports torch and transformers only after it has found a model.
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,14 @@ def model_in(folder: Path) -> Place | None:
     if (folder / "adapter_config.json").is_file():
         return Place(str(folder), is_adapter=True)
     return Place(str(folder)) if (folder / "config.json").is_file() else None
+
+
+def architecture_of(place: Place) -> str:
+    """Returns the name of a model's class in its configuration, or "" if none can be read."""
+    try:
+        return str(json.loads((Path(place.name) / "config.json").read_text(encoding="utf-8"))["architectures"][0])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
 
 
 def device_of(device: str) -> str:
