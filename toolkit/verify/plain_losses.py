@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable
@@ -110,6 +111,49 @@ def _kl(of: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
     return (of.exp() * (of - beside)).sum()
 
 
+class PlainGrpo(PlainCausal):
+    """Policy gradients by the formulas of docs/online.md; each completion runs alone, after its prompt."""
+
+    def __init__(self, section: ObjectiveSection, adapted: bool) -> None:
+        self._kind, self._beta, self._adapted = section.loss or "dapo", section.beta, adapted
+        self._most = section.max_new_tokens or 1
+        self._reference: Any = None
+
+    def num_targets(self, batch: Batch) -> int:
+        return int((batch["labels"] != IGNORED).sum()) if self._kind == "dapo" else len(batch["advantages"])
+
+    def summed(self, model: Any, batch: Batch) -> torch.Tensor:
+        device = next(model.parameters()).device
+        total = torch.zeros((), device=device, requires_grad=True)
+        for number, advantage in enumerate(batch["advantages"].tolist()):
+            mine = batch["segments"] == number
+            ids, learned = batch["input_ids"][mine].to(device), batch["labels"][mine].to(device)[1:] != IGNORED
+            found = _log_probabilities(model, ids)
+            ratios = torch.exp(found - found.detach())
+            terms = -ratios * advantage
+            if self._beta is not None:
+                difference = self._of_reference(model, ids) - found
+                terms = terms + self._beta * ratios * (difference.exp() - difference - 1)
+            among = {"dapo": 1, "grpo": max(1, int(learned.sum())), "dr_grpo": self._most}[self._kind]
+            total = total + terms[learned].sum() / among
+        return total
+
+    @torch.no_grad()
+    def _of_reference(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
+        if self._adapted:
+            with model.disable_adapter():
+                return _log_probabilities(model, ids)
+        if self._reference is None:  # before the first update
+            self._reference = copy.deepcopy(model).eval()
+        return _log_probabilities(self._reference, ids)
+
+
+def _log_probabilities(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Returns the log-probability of each token of a row but the first, (T - 1,)."""
+    logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(dim=-1).gather(1, ids[1:, None])[:, 0]
+
+
 class PlainSeq2Seq:
     """Cross-entropy of targets: each row runs alone, without padding, and transformers makes the decoder's inputs."""
 
@@ -137,6 +181,7 @@ class PlainSeq2Seq:
 PLAIN_LOSSES: dict[str, Callable[[Recipe, torch.device], PlainLoss]] = {
     "causal_lm": lambda recipe, device: PlainCausal(),
     "seq2seq": lambda recipe, device: PlainSeq2Seq(),
+    "grpo": lambda recipe, device: PlainGrpo(recipe.objective, recipe.adapter.kind != "none"),
     "distillation": lambda recipe, device: PlainDistillation(
         _plain_teacher(recipe.objective, recipe.model, device), recipe.objective
     ),

@@ -64,7 +64,7 @@ def _merge_results(results: list[dict[str, Any]], weights: dict[str, torch.Tenso
     }
     figures = (first["losses"], first["grad_norms"], weights, without, sizes, first["loads"], first["balance"])
     outcome = Outcome(*figures)
-    return ShardedRun(outcome, first["facts"], first["precision"])
+    return ShardedRun(outcome, first["facts"], first["precision"], first["differ"])
 
 
 def _global_norm(parts: list[tuple[int, float]], whole: int) -> float:

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-OK, FAILED = "ok", "FAILED"
+from toolkit.generation.sampling.fresh import FreshSample
+
+OK, FAILED, NOT_USED = "ok", "FAILED", "not used"
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Row:
         check: the name of the check.
         found: the measured difference, or None if the check measures nothing.
         tolerance: the largest difference that is allowed, or None.
-        verdict: `OK` or `FAILED`.
+        verdict: `OK`, `FAILED` or `NOT_USED`.
         note: what was measured, in words.
     """
 
@@ -83,6 +85,7 @@ class PlainRun:
         reach: the farthest that AdamW can have moved a weight: the sum of the learning rates.
         padded: why rows are padded although `data.packing` is not set, or None if they are not.
         towers: the names of trained parameters of vision towers. A tower may not use some, like LLaVA's last layer.
+        drawn: the completions of each step of a model that samples itself, or None.
     """
 
     outcome: Outcome
@@ -91,6 +94,7 @@ class PlainRun:
     reach: float
     padded: str | None = None
     towers: frozenset[str] = frozenset()
+    drawn: list[list[FreshSample]] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,11 +105,13 @@ class ShardedRun:
         outcome: the results to compare.
         facts: what the report says about the run.
         precision: the mixed precision of the run.
+        differ: completions of the first step that the ranks draw differently from the plain model; None without any.
     """
 
     outcome: Outcome
     facts: dict[str, str]
     precision: str
+    differ: int | None = None
 
 
 def finite(value: Any) -> Any:

@@ -19,6 +19,7 @@ from toolkit.paths import atomic_write
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.fit import trainer_of
 from toolkit.run.parts.order import parts_of
+from toolkit.run.parts.rollouts import Rollouts, RunSampler
 from toolkit.run.prepare import prepare_run
 from toolkit.run.shown.run_summary import facts_of
 from toolkit.run.stages.accelerator import build_accelerator, build_plugins, quiet_libraries, release, settled
@@ -28,7 +29,9 @@ from toolkit.sharding.offload import engine_of
 from toolkit.sharding.plugin import ShardingPlugin
 from toolkit.supervise.parent_death import ended_with_launcher
 from toolkit.terminal import Terminal
+from toolkit.training.loop_state import Windows
 from toolkit.verify.plain import is_nonzero, remove_dropout
+from toolkit.verify.rollouts import GivenSamples
 
 
 def rank_main(job: Path) -> None:
@@ -57,7 +60,7 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     model = run.inner
     # The plain side draws no masks that these ranks could share.
     remove_dropout(model)
-    result = _run_steps(run, steps)
+    result = _run_steps(run, steps, folder)
     result["facts"] = facts_of(run)
     # On every rank, because gathering is collective. Only rank 0 gets the tensors.
     tensors = as_peft_has_them(model, dequantised(model, whole_tensors(state_once(model))))
@@ -68,18 +71,23 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     return result
 
 
-def _run_steps(run: PreparedRun, steps: int) -> dict[str, Any]:
+def _run_steps(run: PreparedRun, steps: int, folder: Path) -> dict[str, Any]:
     """Runs the trainer's steps; returns their results.
 
     A parameter counts as having had a gradient if its first moment is not zero.
     """
-    accelerator, model = run.opened.accelerator, run.inner
+    opened, recipe, accelerator, model = run.opened, run.opened.recipe, run.opened.accelerator, run.inner
     named = {peft_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = run.sharded.torch_optimizer
-    trainer = trainer_of(run, run.windows)
+    windows: Windows = run.windows
+    given = None
+    if recipe.objective.spec.samples_itself:
+        given = GivenSamples(folder, RunSampler(run, lambda: None))
+        windows = Rollouts(recipe, run.data, run.windows, run.tokenizer, given, opened.device)
+    trainer = trainer_of(run, windows)
     run.model.train()
     found, loads = [], []
-    for window in itertools.islice(run.windows, steps):
+    for window in itertools.islice(windows, steps):
         found.append(trainer.train_step(window))
         loads.append(run.balance.loads())
         trainer.schedule.step()
@@ -98,4 +106,5 @@ def _run_steps(run: PreparedRun, steps: int) -> dict[str, Any]:
         "loads": [layers for layers, _ in loads if layers],
         "balance": [loss for layers, loss in loads if layers],
         "precision": accelerator.mixed_precision,
+        "differ": None if given is None else given.differ,
     }

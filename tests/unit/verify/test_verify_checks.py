@@ -151,7 +151,7 @@ def test_missing_gradients_are_named_and_compared_with_the_plain_loop() -> None:
 
 def test_a_part_on_any_rank_is_a_gradient() -> None:
     result = {"losses": [], "grad_norms": [], "trainable": ["a", "b"], "facts": {}, "precision": "no"}
-    result |= {"loads": [], "balance": [], "numel": {"a": 4, "b": 2}}
+    result |= {"loads": [], "balance": [], "numel": {"a": 4, "b": 2}, "differ": None}
     results = [
         {**result, "with_gradient": ["a"], "moments": {"a": (3, 5.0), "b": (2, 9.0)}},
         {**result, "with_gradient": ["b"], "moments": {"a": (1, 4.0), "b": (2, 9.0)}},
