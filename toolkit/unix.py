@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["resource"]
+__all__ = ["fcntl", "resource"]
 
 try:
+    import fcntl
     import resource
 except ImportError:
-    resource = None  # type: ignore[assignment]
+    fcntl = resource = None  # type: ignore[assignment]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
 import signal
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from support.two_hosts import Host, two_hosts
 
-from toolkit.supervise.lease import LEASE, Lease
+from toolkit.supervise.lock import LOCK
 from toolkit.supervise.rank_status import FOLDER
 
 GRACE_SECONDS = 1.5
@@ -293,7 +292,7 @@ def ended_three_times(folder: str) -> list[str]:
     (Path(recipe.training.output_dir) / ".report.html.1.tmp").touch()  # of a process that was killed as it wrote
     finetune(recipe)
     output_dir = Path(recipe.training.output_dir)
-    (output_dir / LEASE).write_text(json.dumps(asdict(Lease(born="1"))))
+    (output_dir / LOCK).write_text("process 1 on other, since today")
     (output_dir / FOLDER).mkdir()
     ranks.meet()
     finetune(recipe)
@@ -304,4 +303,4 @@ def test_ended_again_while_it_is_built(workshop: Path) -> None:
     """What the first run has left is known again by its recipe, which the second must not take away."""
     left = ranks.run_on_ranks(ended_three_times, 1, str(workshop))[0]
     assert {"recipe.yaml", "report.html", "export"} <= set(left)
-    assert not [name for name in left if name.endswith(".tmp") or name in (LEASE, FOLDER)]
+    assert not [name for name in left if name.endswith(".tmp") or name in (LOCK, FOLDER)]

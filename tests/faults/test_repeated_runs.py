@@ -55,6 +55,6 @@ def test_a_run_leaves_nothing_behind(sharding: dict[str, Any], text_file: Path, 
     values = recipe_values(model, text_file, tmp_path / "run", tmp_path / "cache", max_steps=2)
     values |= {"sharding": sharding, "checkpoint": {"every_steps": 1}, "export": {"enabled": False}}
     first, *later = run_on_ranks(repeat, 1, values, tmp_path, 3)[0]
-    assert not list(tmp_path.glob("*/.*")), "a lease is left"
+    assert not list(tmp_path.glob("*/.*")), "a lock is left"
     # The first run imports and starts what the process keeps.
     assert later == [first] * 2

@@ -27,7 +27,7 @@ from support.whole_hosts import NAMES, ROOT, Job, WholeHost, outcomes_of, run_on
 from toolkit import Recipe, finetune
 from toolkit.errors import BadInputError
 from toolkit.ranks import free_port
-from toolkit.supervise import launched_ranks, lease
+from toolkit.supervise import launched_ranks, lock
 from toolkit.training.trainer import Trainer
 
 STEPS = 6
@@ -154,7 +154,7 @@ def test_two_launchers_are_one_run(hosts_if_any: list[WholeHost], folder: Path) 
 
 def hold(folder: Path) -> Any:
     """The first host trains, and is turned off in its third step once the second was refused."""
-    lease.BEAT_SECONDS, lease.STALE_SECONDS = 0.5, 5.0
+    lock.LOST_HOST_SECONDS = 5.0
     values = values_of(folder, folder / "held", checkpoint={"every_steps": 2})
     train_step, steps = Trainer.train_step, itertools.count(1)
     is_first = socket.gethostname() == NAMES[0]

@@ -19,7 +19,7 @@ from support.two_hosts import Host
 from toolkit.checkpoint import list_checkpoints
 from toolkit.checkpoint.manifest import look_at
 from toolkit.run.folder.finished import is_finished
-from toolkit.supervise.lease import LEASE
+from toolkit.supervise.lock import LOCK
 
 LIMIT_SECONDS = 120.0
 """Within which whatever a fault ends has ended. A launcher that is gone takes a minute, by promise."""
@@ -176,8 +176,6 @@ def clock_moved(site: Site) -> str:
     moved = site.chance.choice(CLOCKS)
     with site.clock.open("r+b") as file:  # its length stays, as the ranks have mapped it
         file.write(struct.pack("d", moved))
-    with contextlib.suppress(FileNotFoundError):
-        os.utime(site.folder / LEASE, (time.time() + moved, time.time() + moved))
     site.attempt.wait(site.chance.uniform(0.0, 1.0))
     return rank_killed(site)
 
@@ -194,7 +192,7 @@ def newest_checkpoint_damaged(site: Site) -> str:
 
 
 def started_twice(site: Site) -> str | None:
-    if not site.until(lambda: (site.folder / LEASE).exists()):
+    if not site.until(lambda: (site.folder / LOCK).exists()):
         return site.end()
     with attempt(site.arguments, site.log, site.hosts, site.clock) as second:
         assert second.wait(LIMIT_SECONDS), "the second start hangs"

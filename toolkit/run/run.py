@@ -36,7 +36,7 @@ from toolkit.run.shown.outcome import FinetuneResult, finished_before, print_res
 from toolkit.run.shown.run_summary import facts_of, print_run_summary
 from toolkit.run.stages.accelerator import open_run
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
-from toolkit.supervise.lease import owned
+from toolkit.supervise.lock import owned
 from toolkit.supervise.output_place import require_place
 from toolkit.supervise.rank_status import REPORT
 from toolkit.supervise.starts import counted_start, forget_starts

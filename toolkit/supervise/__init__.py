@@ -1,1 +1,1 @@
-"""Watches over a run from outside its loop: leases, watchdog, status of the ranks, rendezvous."""
+"""Watches over a run from outside its loop: lock of its folder, watchdog, status of the ranks, rendezvous."""

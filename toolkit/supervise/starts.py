@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +12,21 @@ from pathlib import Path
 from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.paths import parse_json
-from toolkit.supervise.lease import job_attempt
 
 FILE = ".starts.json"
 MOST = 5
 """Starts of a job from the same step. A busy queue may preempt some of them before their first step."""
+
+
+def job_attempt() -> tuple[str | None, int]:
+    """Returns the job that started this process, or None, and the number of the attempt."""
+    if "SLURM_JOB_ID" in os.environ:
+        job, count = f"slurm {os.environ['SLURM_JOB_ID']}", int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        return job, 1000 * count + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if (job_id := os.environ.get("TOOLKIT_JOB")) is not None:  # by the file of `toolkit job`
+        return f"job {job_id}", int(os.environ.get("TOOLKIT_JOB_ATTEMPT") or "0")
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return (None if run == "none" else run), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def require_progress(place: Path, step: int) -> None:

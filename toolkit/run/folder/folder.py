@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -30,7 +31,7 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder import finished
 from toolkit.run.folder.finished import FINISHED
 from toolkit.run.stages.stages import PreparedRun
-from toolkit.supervise.lease import LEASE, let_go
+from toolkit.supervise.lock import acquire, release
 from toolkit.supervise.output_place import unwritable
 from toolkit.supervise.rank_status import FOLDER as HEARTBEAT_FOLDER
 from toolkit.supervise.rank_status import REPORT
@@ -216,8 +217,10 @@ def keep_day(run: PreparedRun) -> None:
 
 def clear_killed(output_dir: Path) -> None:
     """Deletes stale heartbeat files of a finished run, unless one of its processes is alive."""
-    if let_go(output_dir / LEASE):
+    with contextlib.suppress(BadInputError):
+        lock = acquire(output_dir)
         shutil.rmtree(output_dir / HEARTBEAT_FOLDER, ignore_errors=True)
+        release(lock, output_dir)
 
 
 def write_data_report(folder: Path, recipe: Recipe, report: DataReport) -> None:
