@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 import types
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,11 @@ from toolkit.terminal import in_notebook, stdout_on_stderr
 
 T = TypeVar("T")
 
-_streams: dict[str, dict[str, Any]] = {}
-"""States of the generators of each stream of own code, by its name: the field of the function, or the file."""
+_seed, _moment = [0], [""]
+"""The seed of the run, and what is under way of it."""
 
-_seed = [0]
-"""What the streams of own code begin with."""
+calls: Counter[str] = Counter()
+"""The calls of each function since the moment began, by its field, and of each file; empty if there is no own code."""
 
 _running = threading.RLock()
 """Held while code of the user's runs: generators, folder and stdout are the process's, and a thread may make rows."""
@@ -127,9 +128,6 @@ def load_function(name: str, field: str) -> UserFunction:
             raise BadInputError(f"'{place}:{attribute}' has no source file that a run could record; write it in Python")
     except BadInputError as problem:
         raise BadInputError(f"{field}: {problem}") from problem
-    if field not in _streams:  # it goes on after what the file drew or seeded, and its next function elsewhere
-        _streams[field] = _streams[found.stream]
-        leap_streams(field, [found.stream])
     return UserFunction(name, function, hashlib.sha256(b"".join(sources.values())).hexdigest(), field)
 
 
@@ -175,24 +173,25 @@ def shown(value: Any) -> str:
     return f"a value of type {type(value).__name__}, which cannot be printed"
 
 
-def fenced(action: Callable[[], T], what: str | Callable[[], str], mend: str, stream: str = "") -> T:
+def fenced(action: Callable[[], T], what: str | Callable[[], str], mend: str, field: str = "") -> T:
     """Runs code of a user's and returns its result.
 
     `sys.exit` and any other exception become one error. What it prints goes to stderr, because stdout may be for JSON
-    alone. Its random numbers are of a stream of its own, so those of the run are the same without it. Only Ctrl-C
-    passes through.
+    alone. Its random numbers follow from the seed, the moment and the number of the call, so that it draws the same
+    ones if the run resumes; those of the run are the same without it. Only Ctrl-C passes through.
 
     Args:
         what: the beginning of the error, or what returns it.
         mend: what to do, the end of the error.
-        stream: the name of its stream of random numbers.
+        field: what names the code, by which its calls are numbered.
 
     Raises:
         BadInputError: names the exception and the user's line.
     """
     try:
-        with _running, stdout_on_stderr(), contextlib.redirect_stdout(sys.stderr), _drawing_from(stream):
-            return action()
+        with _running, stdout_on_stderr(), contextlib.redirect_stdout(sys.stderr), _same_generators():
+            calls[field] += 1
+            return seeded_by(f"{_seed[0]} {_moment[0]} {field} {calls[field]}", action)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -209,7 +208,7 @@ def while_training() -> Iterator[None]:
         raise OwnCodeError(str(error)) from error.__cause__
 
 
-# Random numbers of own code: each function has a stream, which goes on from call to call and is in checkpoints.
+# Random numbers of own code: each call has its own, which follow from texts, so that no checkpoint has their state.
 
 
 _thread = threading.local()
@@ -247,7 +246,7 @@ def set_generators(states: Mapping[str, Any]) -> None:
 
 
 def seeded_by(text: str, action: Callable[..., T], *arguments: Any) -> T:
-    """Calls `action` with generators that are seeded by a text, inside a fence."""
+    """Calls `action` with generators that are seeded by a text; `_same_generators` puts them back."""
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
     numpy, torch = (sys.modules.get(name) for name in ("numpy", "torch"))
     random.seed(seed)
@@ -261,44 +260,29 @@ def seeded_by(text: str, action: Callable[..., T], *arguments: Any) -> T:
 
 
 @contextlib.contextmanager
-def _drawing_from(stream: str) -> Iterator[None]:
-    """Puts the numbers of a stream in place of the run's, until the block ends."""
+def _same_generators() -> Iterator[None]:
+    """Puts the generators back as they are at the start of the block."""
     before = generators()
-    if states := _streams.get(stream):
-        set_generators(states)
-    else:
-        seeded_by(f"{_seed[0]} {stream}", lambda: None)
     try:
         yield
     finally:
-        _streams[stream] = generators()
         set_generators(before)
 
 
-def begin_streams(seed: int) -> None:
+def begin_own_code(seed: int) -> None:
     """Begins the random numbers of all own code anew, as a run does, and runs its files anew where they are named."""
     _seed[0] = seed
-    _streams.clear()
+    calls.clear()
+    begin_moment("the start")
     _forget({_file_of(known.module) for known in _imported.values()})
     _imported.clear()
 
 
-def streams() -> dict[str, dict[str, Any]]:
-    """Returns the states of all streams of own code, by name. One that has not begun is missing, or empty."""
-    return dict(_streams)
-
-
-def set_streams(states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Continues the streams that `streams` returned."""
-    _streams.update({name: dict(state) for name, state in states.items()})
-
-
-def leap_streams(step: int | str, which: Iterable[str] | None = None) -> None:
-    """Moves streams, all if none are named, to others that depend on theirs and on a step. Unlike ranks stay unlike."""
-    for stream in list(_streams if which is None else which):
-        with _drawing_from(stream):
-            drawn = sys.modules["torch"].rand(()).item() if "torch" in sys.modules else 0.0
-            seeded_by(f"{random.random()} {drawn} {step}", lambda: None)  # noqa: S311
+def begin_moment(moment: str) -> None:
+    """Says which step or evaluation begins: the random numbers of own code depend on it and on the calls since then."""
+    _moment[0] = moment
+    for field in list(calls):
+        calls[field] = 0
 
 
 def as_number(value: Any) -> float | None:
@@ -337,12 +321,10 @@ class _Imported:
 
     Attributes:
         run: the bytes that ran of a file, by its name; none of a module.
-        stream: the name of its stream of random numbers, from which its functions begin.
     """
 
     module: types.ModuleType
     run: dict[str, bytes]
-    stream: str
 
     def function(self, attribute: str) -> tuple[Any, dict[str, bytes]]:
         """Returns a function, or None, and the sources, by file, of the module and of what defines the function."""
@@ -393,7 +375,7 @@ def _read(files: Iterable[str]) -> dict[str, bytes]:
 
 
 def _import_anew(place: str, what: str) -> _Imported:
-    is_path, stream = place.endswith(".py"), Path(place).name
+    is_path = place.endswith(".py")
     if is_path and not Path(place).is_file():
         raise BadInputError(f"there is no file {place!r}; correct the path")
     if in_notebook():  # a cell, or a function when it was called, may have imported a file of the folder before an edit
@@ -407,12 +389,12 @@ def _import_anew(place: str, what: str) -> _Imported:
         return _run_file(Path(place)) if is_path else (importlib.import_module(place), {})
 
     elsewhere = "" if is_path else ", set PYTHONPATH to the folder that has it, or name its file: scores.py:function"
-    module, run = fenced(find, f"{what} cannot be imported", f"correct it{elsewhere}", stream)
+    module, run = fenced(find, f"{what} cannot be imported", f"correct it{elsewhere}", Path(place).name)
     folder, added = Path(_file_of(module)).parent, {*sys.modules} - before
     files = (_file_of(sys.modules[name]) for name in added if not name.startswith("toolkit."))
     beside = (file for file in files if file.endswith(".py") and Path(file).is_relative_to(folder))
     _files.update(_read(file for file in beside if "-packages" not in file) | run)
-    return _Imported(module, run, stream)
+    return _Imported(module, run)
 
 
 def _run_file(path: Path) -> tuple[types.ModuleType, dict[str, bytes]]:

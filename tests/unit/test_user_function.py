@@ -21,7 +21,7 @@ import torch
 from toolkit.checkpoint.state import random_states, restore_random_states
 from toolkit.data.rows.readers import Shard, mapped
 from toolkit.errors import BadInputError
-from toolkit.user_function import begin_streams, fenced, leap_streams, load_function, made_while_training, shown
+from toolkit.user_function import begin_moment, begin_own_code, fenced, load_function, made_while_training, shown
 
 SOURCE = """
 import dataclasses, os, random, subprocess, sys
@@ -145,28 +145,42 @@ def test_what_it_prints_goes_to_stderr_and_random_numbers_stay(file: Path, capfd
     assert (random.random(), np.random.rand(), float(torch.rand(()))) == before
 
 
-def test_random_numbers_of_own_code_go_on_and_follow_the_seed_alone(file: Path) -> None:
+def test_random_numbers_of_own_code_follow_the_seed_the_moment_and_the_call(file: Path) -> None:
     drawn: dict[int, list[Any]] = {}
     for seed in (1, 1, 2):
-        begin_streams(seed)
+        begin_own_code(seed)
         function = load_function(f"{file}:draws", "objective.loss")
-        drawn.setdefault(seed, []).append([function.call("row", 1) for _ in range(3)])
-        torch.rand(3), load_function(f"{file}:draws", "another").call("row", 1)
+        found = [function.call("row", 1) for _ in range(3)]
+        begin_moment("step 8")
+        found += [function.call("row", 1) for _ in range(2)]
         kept = random_states()
-        following = [function.call("row", 1) for _ in range(2)]
-        restore_random_states(json.loads(json.dumps(kept)))
-        assert [function.call("row", 1) for _ in range(2)] == following, "a checkpoint has them"
-        restore_random_states(kept)
-        leap_streams(7)
-        drawn[seed][-1] += [following[0], function.call("row", 1)]  # other ranks go on with others
+        begin_own_code(seed)  # as a run that resumes, which has called something else before
+        torch.rand(3), load_function(f"{file}:draws", "another").call("row", 1)
+        load_function(f"{file}:draws", "objective.loss").call("row", 1)
+        states = {**kept, "own": {"objective.loss": kept}}  # as earlier versions wrote them
+        restore_random_states(json.loads(json.dumps(states)))
+        assert random_states() == kept
+        begin_moment("step 8")
+        assert [function.call("row", 1) for _ in range(2)] == found[3:]
+        begin_moment("evaluation 8")
+        drawn.setdefault(seed, []).append([*found, function.call("row", 1)])
     assert drawn[1][0] == drawn[1][1]
     every = [number for run in (drawn[1][0], drawn[2][0]) for call in run for number in call]
     assert len(set(every)) == len(every)
-    # As in a script of its own, what is seeded where the file is imported holds for its functions.
-    file.write_text(SOURCE.format(beside="sys") + "\nrandom.seed(5), numpy.random.seed(5), torch.manual_seed(5)\n")
-    random.seed(5), np.random.seed(5), torch.manual_seed(5)
-    expected = (random.random(), np.random.rand(), torch.rand(()).item())
-    assert load_function(f"{file}:draws", "by rank").call("row", 1) == expected
+
+
+def test_ranks_can_draw_others_as_the_docs_say(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\ndef draws(rank):\n    torch.manual_seed(torch.initial_seed() + rank)\n"
+        "    return torch.rand(()).item()\n"
+    )
+    found = []
+    for rank in (0, 1, 1):
+        begin_own_code(3)
+        function = load_function(f"{tmp_path}/mine.py:draws", "objective.loss")
+        found.append([function.call("", rank), function.call("", rank)])
+    assert found[1] == found[2]
+    assert len({number for each in found[:2] for number in each}) == 4
 
 
 def test_each_row_draws_its_own_numbers_wherever_it_is_made(file: Path) -> None:
@@ -192,7 +206,7 @@ def test_code_in_two_threads_draws_its_own_numbers(file: Path) -> None:
     inside, done = threading.Event(), threading.Event()
 
     def numbers(meanwhile: Any) -> list[Any]:
-        begin_streams(1)
+        begin_own_code(1)
         loss, rows = (load_function(f"{file}:draws", field) for field in ("objective.loss", "data.map"))
         thread = threading.Thread(target=rows.call, args=("", lambda: [inside.set(), done.wait()]))
         found = [loss.call("", lambda: meanwhile(thread))]
@@ -221,13 +235,13 @@ def test_an_edit_is_what_runs_next(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         importlib.import_module(f"{name}_c")
         for number in (3, 4):
             (tmp_path / f"{name}_c.py").write_text(f"def f():\n    return {number}\n")
-            begin_streams(0)
+            begin_own_code(0)
             assert load_function(named, "f").call("") == number, named
 
 
 def test_functions_of_a_file_share_its_names_and_its_random_numbers(tmp_path: Path) -> None:
     """As in a script of its own: an extension can set what a loss reads, and two rewards draw no number twice."""
-    begin_streams(1)
+    begin_own_code(1)
     (tmp_path / "two.py").write_text(
         "import random\nSEEN = []\ndef sets(value):\n    SEEN.append(value)\n    return random.random()\n"
         "def reads():\n    return list(SEEN), random.random()\n"

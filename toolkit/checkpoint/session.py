@@ -45,7 +45,7 @@ from toolkit.training.metrics import Metrics
 from toolkit.training.phase import Phase
 from toolkit.training.step import Step
 from toolkit.training.trainer import Trainer
-from toolkit.user_function import generators, leap_streams, set_generators, set_streams, streams
+from toolkit.user_function import calls, generators, set_generators
 
 TELL_SECONDS = 10.0
 """Seconds between two lines about a copy for which the end of a run waits."""
@@ -101,7 +101,7 @@ class RunCheckpoints(Extension):
         )
         self._told = time.monotonic()
         self._saved_step = -1
-        self._before: tuple[dict[str, Any], dict[str, dict[str, Any]]] | None = None
+        self._before: dict[str, Any] | None = None
         self._saved_at = time.monotonic()
         self._left_evaluation = False
 
@@ -128,7 +128,7 @@ class RunCheckpoints(Extension):
 
     def before_step(self, step: int) -> None:
         """Keeps where random numbers are, if code of the user's may fail in the step."""
-        self._before = (generators(), streams()) if streams() else None
+        self._before = generators() if calls else None
 
     def enter_phase(self, phase: Phase, step: int) -> None:
         if phase is Phase.OPTIMIZER:
@@ -138,8 +138,7 @@ class RunCheckpoints(Extension):
         """Saves the state before the step in which code of the user's failed on every rank; it may be mended."""
         if self._before is None or self._trainer.global_step in (0, self._saved_step):
             return
-        set_generators(self._before[0])
-        set_streams(self._before[1])
+        set_generators(self._before)
         said = str(error)
         self._digests = {name: known for name, known in self._digests.items() if not said.startswith(f"{name}: ")}
         if self.save(self._trainer, wait=True):
@@ -325,7 +324,6 @@ class RunCheckpoints(Extension):
             restore_random_states(read_random_states(folder))
         else:
             set_seed(self._recipe["training"]["seed"] + manifest.step + ranks.rank() // now)  # alike where rows are
-            leap_streams(manifest.step)
         self._saved_step = manifest.step
         ranks.gather_objects(None)  # now every rank has read
         clear_incoming(self._run)

@@ -25,7 +25,7 @@ from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters.adapters import has_adapter, trained_names
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.fsdp2.shards import beside, local_tensor, state_once
-from toolkit.user_function import generators, set_generators, set_streams, streams
+from toolkit.user_function import generators, set_generators
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 """The prefixes of the model's and the optimizer's tensors. Averages start with `average.`"""
@@ -167,15 +167,13 @@ def first_failure(error: CheckpointException) -> str:
 
 
 def random_states() -> dict[str, Any]:
-    """Returns the states of this rank's random number generators and of own code's streams, as plain JSON values."""
-    own = {name: _plain(states) for name, states in streams().items()}
-    return _plain(generators()) | ({"own": own} if own else {})
+    """Returns the states of this rank's random number generators, as plain JSON values."""
+    return _plain(generators())
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
     """Restores the states that `random_states` returned."""
     set_generators(_from_plain(states))
-    set_streams({name: _from_plain(own) for name, own in states.get("own", {}).items()})
 
 
 def _plain(states: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from toolkit.model.structure.fake_tensors import has_values
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.objective import Ingredients, Objective, RunsWindows
-from toolkit.user_function import UserFunction, load_function, set_streams, streams, while_training
+from toolkit.user_function import UserFunction, calls, load_function, while_training
 
 FIELD = "objective.loss"
 
@@ -51,7 +50,7 @@ class OwnLoss(CausalLM):
     def __init__(self, model: nn.Module, packed: bool, function: UserFunction) -> None:
         super().__init__(model, packed)
         self._function = function
-        self._counted: list[Mapping[str, Any]] = []
+        self._counted: list[int] = []  # numbers of calls
         self.takes = arguments_of(function)
         self.unit = "rows" if "num_rows" in self.takes else "targets"
         if "logits" in self.takes:
@@ -149,7 +148,7 @@ class OwnLoss(CausalLM):
     def _drawn_again(self, arguments: dict[str, Any]) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Calls the function with the random numbers with which the micro-batch was counted, if it was."""
         if self._counted:
-            set_streams({FIELD: self._counted.pop(0)})
+            calls[FIELD] = self._counted.pop(0)
         return self._of_micro_batch(arguments)
 
     def wrong(self, found: Any, where: str, needed: str) -> OwnCodeError:
@@ -182,7 +181,7 @@ class OwnLoss(CausalLM):
             return batch[SUMS]
         with without_dropout(model):
             arguments = self.arguments(model, batch)
-        self._counted.append(streams().get(FIELD, {}))
+        self._counted.append(calls[FIELD])
         count = torch.as_tensor(self._of_micro_batch(arguments)[1], device=batch["input_ids"].device).float()
         return torch.stack([count, _like(count, arguments)])
 

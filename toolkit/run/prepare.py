@@ -36,7 +36,7 @@ from toolkit.run.stages.part import RunPart, require_same_reads
 from toolkit.run.stages.rows import build_windows, fitting, length_of_run, require_room
 from toolkit.run.stages.sharded_model import plan_memory, shard_model
 from toolkit.run.stages.stages import BuiltRun, MetaModel, OpenedRun, PreparedRun
-from toolkit.user_function import begin_streams
+from toolkit.user_function import begin_own_code
 
 
 def prepare_run(opened: OpenedRun, parts: Sequence[RunPart]) -> PreparedRun:
@@ -45,7 +45,7 @@ def prepare_run(opened: OpenedRun, parts: Sequence[RunPart]) -> PreparedRun:
     Raises:
         BadInputError: on every rank, see the stages.
     """
-    begin_streams(opened.recipe.training.seed)
+    begin_own_code(opened.recipe.training.seed)
     for part in parts:
         part.before_rows()
     require_same_reads(opened)

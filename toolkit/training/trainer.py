@@ -36,6 +36,7 @@ from toolkit.training.profile import DATA, UPDATE
 from toolkit.training.step import RankStep, Step, with_figures
 from toolkit.training.stop import reason_of_all
 from toolkit.training.usage import Counts, counts_of, peak_device_bytes, peak_host_bytes
+from toolkit.user_function import begin_moment
 
 
 @dataclass(eq=False, repr=False)
@@ -161,6 +162,7 @@ class Trainer:
             extension.enter_phase(phase, self.counters.global_step + 1)
 
     def _before_step(self) -> None:
+        begin_moment(f"step {self.global_step + 1}")
         for extension in self.extensions:
             extension.before_step(self.global_step + 1)
 
@@ -373,6 +375,7 @@ class Trainer:
         """
         if self.evaluation is None and not self.windows.fresh:
             return
+        begin_moment(f"evaluation {self.global_step}")
         made = self.evaluation or (lambda: ())
         self.model.eval()
         with self._stoppable(), Pass(Terminal(quiet=ranks.rank() != 0), "evaluating"), ExitStack() as weights:

@@ -17,7 +17,6 @@ from toolkit.objectives.objective import Objective
 from toolkit.objectives.own_loss import FIELD, OF_ROWS, OwnLoss, of_rows
 from toolkit.run.stages.part import RunPart
 from toolkit.run.stages.stages import BuiltRun
-from toolkit.user_function import set_streams, streams
 
 TOLERANCE = 1e-4
 """Allowed difference of a sum from that of its two parts, as a share of it; float32's rounding is a hundredth of it."""
@@ -51,9 +50,7 @@ def check_own_loss(
         batch = samples.batch(range(min(max(2, micro_batch_size), len(samples))))
         found = objective.arguments(model, send_to_device(objective.on_host(batch), device))
     random: list[str] = []
-    before = streams()
     ranks.on_every_rank(lambda: random.append(_check(objective, found)), f"try {FIELD}")
-    set_streams({FIELD: before.get(FIELD, {})})
     how = f"the {objective.unit} of a step"
     if objective.needs_whole_steps:
         how = "its own count, for which each micro-batch has a forward more"
