@@ -32,9 +32,6 @@ STEP_FOLDER = re.compile(r"step_(\d{8,})")
 ORIGIN = "training.json"
 """The file of an export that describes its run."""
 
-SAMPLES_FILE = "samples.json"
-"""File of a run's folder with the answers to held-out prompts, from which a resumed run reads the first ones."""
-
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 """Endings that may follow a data suffix. Such files are decompressed while they are read."""
 STORES = ("s3", "gs", "file")

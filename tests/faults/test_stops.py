@@ -160,9 +160,9 @@ def terminated_at(told: Path, arguments: list[str], place: str, step: int | None
     os.dup2(os.open(told, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
 
     from toolkit.cli.app import main
-    from toolkit.run.parts import held_out_samples
+    from toolkit.run.parts import answers
 
-    held_out_samples.NEW_TOKENS = 4  # for the small model
+    answers.NEW_TOKENS = 4  # for the small model
     module, _, path = place.partition(":")
     owner: Any = importlib.import_module(module)
     *parents, name = path.split(".")

@@ -755,8 +755,8 @@ class LoggingSection(Section):
     held_out_samples: int = Field(
         0,
         ge=0,
-        description="Show in the report what the model writes after N held-out prompts, up to 40 tokens each: before "
-        "training, at up to four evaluations, and after it. Each of these moments costs up to 40 forwards.",
+        description="Show in the report what the model writes after N held-out prompts, up to 40 tokens each, before "
+        "training, at evaluations and after it. Each evaluation costs up to 40 forwards more.",
     )
 
 

@@ -6,11 +6,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from toolkit.pages.parts.charts import evenly_spaced
+
 CHAT_MARK = re.compile(r"<[|\uff5c]?[a-z_]+[|\uff5c]?>|\[/?INST\]")
 ROLE = re.compile(r"^(system|user|assistant|model)\b\s*")
 
 LONGEST = 600
 """The most characters of a prompt; the last ones are shown, because these are answered."""
+
+MOST_BETWEEN = 6
+"""The most evaluations between the first step and the last whose texts are shown."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ def _answers(sample: SideBySide) -> list[tuple[str, str]]:
     """Returns what there is: a run that is under way, or was stopped, has not written all of it."""
     return [
         *([] if sample.before is None else [("Before training", sample.before)]),
-        *((f"After step {step:,}", text) for step, text in sample.between),
+        *((f"After step {step:,}", text) for step, text in evenly_spaced(sample.between, MOST_BETWEEN)),
         *([] if sample.after is None else [("After training", sample.after)]),
         ("In the data", sample.expected),
     ]

@@ -11,12 +11,11 @@ from toolkit.run.checks.padding_check import PaddedRows
 from toolkit.run.checks.quantised_check import QuantisedBase
 from toolkit.run.checks.sequence_check import SharedRows
 from toolkit.run.checks.tensor_check import CutMatrices
-from toolkit.run.parts.answers import AskedWhileTraining
+from toolkit.run.parts.answers import AskedWhileTraining, HeldOutTexts
 from toolkit.run.parts.averages import Averages
 from toolkit.run.parts.ends import Allocation, Best
 from toolkit.run.parts.experts import Experts
 from toolkit.run.parts.figures import Figures, NonFinite, Profile
-from toolkit.run.parts.held_out_samples import HeldOutTexts
 from toolkit.run.parts.inputs import Base, Rows, StartedAdapter, Teacher
 from toolkit.run.parts.kept import Kept
 from toolkit.run.parts.own_code import OwnCode

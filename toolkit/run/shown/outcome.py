@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from toolkit.pages.parts.run_metrics import damage_in_words, last_step, parse_me
 from toolkit.pages.parts.side_by_side import SideBySide, last_turn
 from toolkit.pages.parts.story import Story, read_story
 from toolkit.pages.run_page import RunSummary, headline, write_report
-from toolkit.paths import is_hub_name, read_foreign
+from toolkit.paths import atomic_write, is_hub_name, read_foreign
 from toolkit.recipe.adapter_file import PER_EXPERT
 from toolkit.recipe.figures import steering
 from toolkit.recipe.recipe import Recipe
@@ -111,6 +112,9 @@ def write_pages(run: PreparedRun, result: FinetuneResult) -> None:
         use = _how_to_use(result.export_dir, opened.recipe, base_of(run.inner).config)
         write_card(result.export_dir, opened.recipe, summary, *use)
         write_origin(result.export_dir, opened, summary)
+    if summary.side_by_side:
+        samples = json.dumps([asdict(sample) for sample in summary.side_by_side], indent=1)
+        atomic_write(result.output_dir / "samples.json", samples)
     write_report(result.output_dir / REPORT, summary)
     write_finished(result.output_dir, result.export_dir)
 
