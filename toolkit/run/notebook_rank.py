@@ -8,29 +8,21 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from multiprocessing.connection import Client
 from pathlib import Path
 
-from toolkit.run.shown.notebook import Job
+from toolkit.run.shown.notebook import RESULT
 from toolkit.supervise.launched_ranks import run_as_rank
 
 
-def main(job: Job) -> None:
-    """Runs the rank."""
+def main(job: Path) -> None:
+    """Runs the rank; the first one leaves its result beside the job."""
     from toolkit.run.run import finetune
-    from toolkit.run.shown import notebook
 
-    if job.in_notebook:
-        sys.stderr = sys.stdout  # a cell has lines on stderr in red
-    is_first = os.environ["RANK"] == "0"
-    if is_first:
-        notebook.connection = Client(job.address, authkey=job.key)
-        notebook.shows = job.in_notebook
-    result = finetune(job.recipe)
-    if is_first:
-        notebook.send(result)
+    sys.stderr = sys.stdout  # a cell has lines on stderr in red
+    result = finetune(pickle.loads(job.read_bytes()))  # noqa: S301 (our own, in a folder of the user's)
+    if os.environ["RANK"] == "0":
+        job.with_name(RESULT).write_bytes(pickle.dumps(result))
 
 
 if __name__ == "__main__":
-    file = Path(sys.argv[1])  # our own, in a folder of the user's
-    run_as_rank(lambda: main(pickle.loads(file.read_bytes())))  # noqa: S301
+    run_as_rank(lambda: main(Path(sys.argv[1])))

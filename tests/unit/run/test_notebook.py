@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-import socket
-from multiprocessing.connection import Client
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.pages.notebook_output import Output
 from toolkit.pages.parts.story import Story
@@ -101,36 +98,15 @@ def test_bars_and_curves_cost_a_bounded_share_of_the_run(clock: list[float], mon
     assert drawn[1] - drawn[0] >= 0.3 / 0.02
 
 
-@pytest.mark.parametrize("case", ["no notebook", "forked by somebody else", "another rank"])
+@pytest.mark.parametrize("case", ["no notebook", "forked by somebody else"])
 def test_elsewhere_there_is_no_output(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     displays = Displays(monkeypatch)
     if case == "no notebook":
         monkeypatch.setattr(notebook, "in_notebook", lambda: False)
-    elif case == "another rank":
-        monkeypatch.setattr(ranks, "rank", lambda: 1)
     else:
         monkeypatch.setattr(notebook.multiprocessing, "parent_process", lambda: object())
     assert notebook_output(3) is None
     assert displays.outputs == []
-
-
-def test_a_rank_sends_its_outputs_to_the_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    displays = Displays(monkeypatch)
-    result = result_of(tmp_path, EVALS, None)
-    with notebook._receiving() as (address, key, results):
-        socket.create_connection(address).close()  # somebody else's
-        monkeypatch.setattr(notebook, "connection", Client(address, authkey=key))
-        monkeypatch.setattr(notebook, "shows", True)
-        output = notebook_output(3)
-        assert output is not None
-        output.record(EVALS, None)
-        output.finish(result)
-        notebook.send(result)
-        notebook.connection.close()
-    assert results == [result]
-    assert [[each["text/plain"].partition(",")[0] for each in shown] for shown in displays.outputs] == [
-        ["step 3 of 3", f"report: {tmp_path / 'report.html'}"]
-    ]
 
 
 @pytest.mark.parametrize("count", [0, 1])

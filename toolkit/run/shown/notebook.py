@@ -1,7 +1,4 @@
-"""Runs from a notebook: updates one output of the cell, and returns the result of ranks that it starts.
-
-Only the notebook's process can send to the browser, so rank 0 sends its outputs and its result to that process.
-"""
+"""Runs from a notebook: updates one output of the cell, and returns the result of ranks that it starts."""
 
 from __future__ import annotations
 
@@ -9,15 +6,11 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from accelerate.utils import check_cuda_p2p_ib_support
 
@@ -36,30 +29,8 @@ BAR_SECONDS = 0.5
 CURVE_SHARE = 0.02
 """The largest share of a run's time for drawing curves: one takes a tenth of a second."""
 
-LAST_SECONDS = 10.0
-"""Time limit for the last message of ranks that have ended."""
-
-connection: Connection | None = None
-"""In rank 0 of `finetune_on`, the connection to the process that started it."""
-
-shows = False
-"""Whether that process is a notebook's."""
-
-
-class Job(NamedTuple):
-    """What a rank does, as a file that the notebook's process writes for it.
-
-    Attributes:
-        recipe: the recipe to train.
-        address: host and port at which the notebook's process takes outputs and the result of rank 0.
-        key: what both prove to know.
-        in_notebook: whether there is a notebook, which shows the outputs; otherwise ranks print as usual.
-    """
-
-    recipe: Recipe
-    address: tuple[str, int]
-    key: bytes
-    in_notebook: bool
+RESULT = "result"
+"""The file beside the job of `finetune_on` in which rank 0 leaves what it returns."""
 
 
 class NotebookOutput:
@@ -106,14 +77,9 @@ class NotebookOutput:
 
 
 def notebook_output(num_steps: int, told_of: Told = progress_of) -> NotebookOutput | None:
-    """Returns the output of the cell that this run was started in; None if there is none, and on ranks other than 0."""
-    if ranks.rank() != 0:
-        return None
-    if shows:
-        return NotebookOutput(send, num_steps, told_of)
-    if not in_notebook():
-        return None
-    if multiprocessing.parent_process() is not None:  # a `notebook_launcher` in a cell has forked this process
+    """Returns the output of the cell that this run was started in, or None if there is none."""
+    # With a parent, a `notebook_launcher` in a cell has forked this process.
+    if not in_notebook() or multiprocessing.parent_process() is not None:
         return None
     handle = _display(progress_output([], num_steps, None, None))
     return NotebookOutput(lambda output: handle.update(output, raw=True), num_steps, told_of)
@@ -125,18 +91,11 @@ def _display(output: Output) -> Any:
     return display(output, raw=True, display_id=True)  # type: ignore[no-untyped-call]
 
 
-def send(message: Any) -> None:
-    """Sends an output or a result to the notebook's process; a run goes on if that process is gone."""
-    assert connection is not None
-    with contextlib.suppress(OSError):
-        connection.send(message)
-
-
 def finetune_on(recipe: Recipe, num_processes: int) -> FinetuneResult:
     """Runs a recipe on ranks that are interpreters of their own, and returns what rank 0 returned.
 
-    They are not forked, as those of `accelerate.notebook_launcher`: in a fork of a process that has trained, or used
-    CUDA, torch can do neither.
+    Only the notebook's process can update an output of a cell, so the ranks print lines. They are not forked, as those
+    of `accelerate.notebook_launcher`: in a fork of a process that has trained, or used CUDA, torch can do neither.
 
     Raises:
         BadInputError: if a rank found bad input.
@@ -152,9 +111,9 @@ def finetune_on(recipe: Recipe, num_processes: int) -> FinetuneResult:
     if ranks.world_size() > 1:
         raise BadInputError("num_processes: this process is a rank already; leave it out")
     print(f"starting {num_processes} processes", flush=True)
-    with _receiving() as (address, key, results), tempfile.TemporaryDirectory() as folder:
-        job = Path(folder, "job")
-        job.write_bytes(pickle.dumps(Job(recipe, address, key, in_notebook())))
+    with tempfile.TemporaryDirectory() as folder:
+        job, result = Path(folder, "job"), Path(folder, RESULT)
+        job.write_bytes(pickle.dumps(recipe))
         try:
             launch_ranks("toolkit.run.notebook_rank", job, num_processes, _environment())
         except SignalException as error:
@@ -162,9 +121,10 @@ def finetune_on(recipe: Recipe, num_processes: int) -> FinetuneResult:
                 f"stopped by {error.sigval.name}; if the run had begun to train, its state is saved, and the same call "
                 "goes on from there"
             ) from None
-    if not results:
-        raise ToolkitError("the ranks ended with code 0 before the run was done: look at the last lines above")
-    return results[0]
+        if not result.is_file():
+            raise ToolkitError("the ranks ended with code 0 before the run was done: look at the last lines above")
+        found: FinetuneResult = pickle.loads(result.read_bytes())  # noqa: S301 (ours, in a folder of the user's)
+        return found
 
 
 def _environment() -> dict[str, str]:
@@ -173,39 +133,3 @@ def _environment() -> dict[str, str]:
     if not check_cuda_p2p_ib_support():
         found |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
     return found
-
-
-@contextlib.contextmanager
-def _receiving() -> Iterator[tuple[tuple[str, int], bytes, list[FinetuneResult]]]:
-    """Receives from rank 0 inside the block: shows its outputs, and fills the yielded list with its result.
-
-    Also yields the address at which it listens, and the key that rank 0 has to know.
-    """
-    key = os.urandom(32)
-    results: list[FinetuneResult] = []
-    ended = threading.Event()
-    with Listener(("127.0.0.1", 0), authkey=key) as listener:
-        address: Any = listener.address
-        thread = threading.Thread(target=_receive, args=(listener, results, ended), name="notebook", daemon=True)
-        thread.start()
-        try:
-            yield address, key, results
-        finally:
-            ended.set()
-            with contextlib.suppress(OSError):
-                socket.create_connection(address).close()  # the thread may wait for a connection
-            thread.join(LAST_SECONDS)
-
-
-def _receive(listener: Listener, results: list[FinetuneResult], ended: threading.Event) -> None:
-    handle = None
-    while not ended.is_set():
-        with contextlib.suppress(EOFError, OSError, AuthenticationError), listener.accept() as receiver:
-            while True:
-                message = receiver.recv()
-                if isinstance(message, FinetuneResult):
-                    results.append(message)
-                elif handle is None:
-                    handle = _display(message)
-                else:
-                    handle.update(message, raw=True)
