@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from typer.core import TyperGroup
 
 import toolkit
@@ -32,7 +33,7 @@ from toolkit.cli.commands.status import status
 from toolkit.cli.commands.train import train
 from toolkit.cli.commands.validate import validate
 from toolkit.cli.commands.verify import verify
-from toolkit.cli.shared.arguments import LOOK, wrong_value
+from toolkit.cli.shared.arguments import LOOK
 from toolkit.cli.shared.console import prepare_process, print_error, print_interrupt, require_files
 from toolkit.cli.shared.shipped import help_page
 from toolkit.cli.shared.signals import INTERRUPTED
@@ -83,9 +84,10 @@ def _usage_errors() -> Iterator[None]:
         name = f"{path.partition(' ')[2]} {getattr(error, 'option_name', '')}"
         if gone := gone_sentence(GONE_OPTIONS, name):
             raise BadInputError(f"toolkit {name}: {gone}") from None
-        told = wrong_value(error) if isinstance(error, typer.BadParameter) else None
-        message = error.format_message().rstrip(".")
-        raise told or BadInputError(f"{message}{' See' if message.endswith('?') else '; see'} `{path} -h`") from error
+        message, checked = error.format_message().rstrip("."), error.__cause__
+        if isinstance(checked, ValidationError):
+            message += f", and it is {checked.errors()[0]['input']!r}"
+        raise BadInputError(f"{message}{' See' if message.endswith('?') else '; see'} `{path} -h`") from error
 
 
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]

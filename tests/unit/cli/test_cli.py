@@ -237,7 +237,7 @@ def test_list_and_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "quickstart" in {row["name"] for row in listed}
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").touch()
-    assert complete_recipe("mi") == ["mine.yaml"]
+    assert complete_recipe("mi") == [], "then the shell completes a path"
     assert complete_recipe("quick") == ["quickstart"]
     assert complete_recipe("training.max_s") == ["training.max_steps="]
     assert complete_recipe("trai") == ["training."]

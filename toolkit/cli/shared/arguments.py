@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
-from typer.models import OptionInfo
 
 from toolkit.errors import BadInputError
 from toolkit.paths import shipped_files
 from toolkit.recipe.objectives.section import Section
-from toolkit.recipe.problems import TYPE_WORDS
 from toolkit.recipe.recipe import Recipe, shipped_recipes
 
 DEFAULT_RECIPE = "quickstart"
@@ -25,15 +22,12 @@ DEFAULT_GPU_CONFIG, DEFAULT_CPU_CONFIG = "zero3", "cpu_2"
 MOST_CPU_RANKS = 1024
 """Of one machine: each takes half a GiB before its model, and a port."""
 
-FILES = {".yaml", ".yml", ".json"}
-"""Of recipes, Accelerate configs and profiles of hardware."""
-
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
 """What --dtype takes -> torch's name."""
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Recipes and keys that start with what was typed, for the shell."""
+    """Recipes and keys that start with what was typed, for the shell, which completes paths where there are none."""
     if "." in incomplete and "/" not in incomplete:
         section, _, start = incomplete.partition(".")
         field = Recipe.model_fields.get(section)
@@ -41,7 +35,7 @@ def complete_recipe(incomplete: str) -> list[str]:
         if isinstance(kind, type) and issubclass(kind, Section):
             return [f"{section}.{key}=" for key in kind.model_fields if key.startswith(start)]
     sections = [f"{name}." for name in Recipe.model_fields if name.startswith(incomplete) and name != "description"]
-    return _names_or_files(shipped_recipes(), incomplete) + sections
+    return [name for name in shipped_recipes() if name.startswith(incomplete)] + sections
 
 
 def complete_hardware(incomplete: str) -> list[str]:
@@ -60,24 +54,13 @@ def complete_strategy(incomplete: str) -> list[str]:
 
 
 def complete_config(incomplete: str) -> list[str]:
-    """Accelerate configs that are shipped, and files."""
-    return _names_or_files(shipped_files("accelerate_configs"), incomplete)
+    """Accelerate configs that are shipped."""
+    return [name for name in shipped_files("accelerate_configs") if name.startswith(incomplete)]
 
 
 def complete_shipped(incomplete: str) -> list[str]:
     """Recipes and Accelerate configs that are shipped."""
     return [name for name in (*shipped_recipes(), *shipped_files("accelerate_configs")) if name.startswith(incomplete)]
-
-
-def _names_or_files(names: Iterable[str], incomplete: str) -> list[str]:
-    """Returns names and files that start with what was typed; without any, the shell completes paths itself."""
-    path = Path(incomplete)
-    folder, start = (path, "") if incomplete.endswith("/") else (path.parent, path.name)
-    before = incomplete[: len(incomplete) - len(start)]
-    found = sorted(each.name for each in folder.glob("*") if each.suffix in FILES) if incomplete else []
-    return [name for name in names if name.startswith(incomplete)] + [
-        f"{before}{name}" for name in found if name.startswith(start)
-    ]
 
 
 LOOK: Any = {"rich_markup_mode": "markdown", "context_settings": {"help_option_names": ["-h", "--help"]}}
@@ -154,25 +137,6 @@ StoredDtype = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-
-
-def wrong_value(error: typer.BadParameter) -> BadInputError | None:
-    """Returns the error for a number of an option that is not one or is out of range; None for any other error."""
-    option, callback = error.param, getattr(getattr(error.ctx, "command", None), "callback", None)
-    hints = get_type_hints(callback, include_extras=True) if callback is not None else {}
-    declared = hints.get(option.name or "") if option is not None else None
-    if option is None or get_origin(declared) is not Annotated:
-        return None
-    kind, limits = get_args(declared)[:2]
-    number = next((TYPE_WORDS[each] for each in (int, float) if each in (kind, *get_args(kind))), None)
-    if number is None or not isinstance(limits, OptionInfo):
-        return None
-    least = "" if limits.min is None else f" of at least {limits.min}"
-    allowed = number + (least if limits.max is None else f" from {limits.min} to {limits.max}")
-    # Later versions of typer check by pydantic. Earlier ones by click, whose message has the value.
-    checked = error.__cause__
-    found = repr(checked.errors()[0]["input"]) if isinstance(checked, ValidationError) else error.message.rstrip(".")
-    return BadInputError(f"{option.opts[0]}: found {found}; allowed: {allowed}")
 
 
 def split_arguments(arguments: Sequence[str] | None, option: str | None = None) -> tuple[str, list[str]]:
