@@ -86,7 +86,7 @@ class Manifest:
         extensions: the states of the user's own extensions, by their fields.
         non_finite: what is not finite in it, in words, or None if its weights and its step are finite.
         story: the record of the run up to it, or None if an older version wrote it.
-        loads: the number of steps since the last record of expert loads, and their sums. None without experts.
+        loads: of older versions, loads of experts that were not recorded yet.
         tensors: the dtype and the whole shape of each tensor, by name.
         files: the size and checksum of each file, by name.
     """

@@ -53,32 +53,6 @@ def test_a_collapse_is_told_once() -> None:
     assert len(told) == 1
 
 
-def test_between_records_the_mean_load_is_kept() -> None:
-    loads, _ = watched()
-    after(loads, 1, [EVEN, EVEN], 2.0)
-    for step in range(2, 10):
-        after(loads, step, [EVEN, EVEN], 2.0)
-    record = after(loads, 10, [[1.0] + [0.0] * 7, EVEN], 2.0)
-    assert record["expert_load"][0][0] == pytest.approx((8 * 0.125 + 1) / 9, abs=1e-4)
-
-
-def test_a_run_that_goes_on_records_the_same_mean() -> None:
-    runs = [watched()[0], watched()[0]]
-    layers = [[[0.1] + [0.9 / 7] * 7, EVEN], [[0.3] + [0.1] * 7, EVEN]]
-    for loads in runs:
-        after(loads, 1, [EVEN, EVEN], 2.0)
-        assert loads.unrecorded is None
-        for step in range(2, 6):
-            after(loads, step, layers[step % 2], 2.0)
-    resumed, _ = watched()
-    resumed.resume(runs[1].state())
-    found = [[after(each, step, layers[0], 2.0) for step in range(6, 11)] for each in (runs[0], resumed)]
-    assert found[0] == found[1]
-    for strange in ((0, [EVEN, EVEN]), (2, [EVEN])):
-        with pytest.raises(ValueError, match="loads of"):
-            resumed.resume({"loads": strange})
-
-
 def test_where_a_token_has_half_of_the_experts_few_are_no_collapse() -> None:
     loads, told = watched(top_k=4)
     after(loads, 1, [EVEN, LONE], 2.5)

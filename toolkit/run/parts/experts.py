@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from toolkit.objectives.losses.balance import Balance, experts_fact
@@ -14,9 +13,6 @@ from toolkit.training.metrics import Metrics
 
 LOAD_EVERY = 10
 """Steps between two records with the load of every expert: 60 layers of 128 experts take 60 kB of JSON."""
-
-Unrecorded = tuple[int, list[list[float]]]
-"""Steps since loads were last recorded, and the sums of each router's loads over them."""
 
 COLLAPSED = 0.5
 """A router has collapsed if exp(entropy) of its loads is less than this share of its experts."""
@@ -40,25 +36,7 @@ class ExpertLoads(Extension):
         self._metrics = metrics
         self._loads: list[list[float]] = []  # of the step under way: each layer's share of choices by expert
         self._loss = 0.0  # of the balance, without its coefficient
-        self._since: list[list[float]] = []  # sums of the loads since they were last recorded
-        self._num_steps = 0
         self._told: set[int] = set()
-
-    @property
-    def unrecorded(self) -> Unrecorded | None:
-        """Loads counted for the next record, which go into checkpoints, or None if none were counted."""
-        return (self._num_steps, self._since) if self._num_steps else None
-
-    def state(self) -> dict[str, Any]:
-        return {"loads": self.unrecorded}
-
-    def resume(self, state: Mapping[str, Any]) -> None:
-        if state["loads"] is None:
-            return
-        num_steps, since = state["loads"]
-        if num_steps < 1 or len(since) != len(self.balance.routers):
-            raise ValueError(f"loads of {len(since)} routers over {num_steps} steps")
-        self._num_steps, self._since = num_steps, since
 
     def before_update(self) -> None:
         self._loads, self._loss = self.balance.loads()
@@ -73,23 +51,11 @@ class ExpertLoads(Extension):
             "dead_experts": sum(share == 0 for layer in loads for share in layer),
             "max_expert_load": max(max(layer) * len(layer) for layer in loads),
         }
-        self._add_loads(loads)
         if step == 1 or step % LOAD_EVERY == 0:
-            figures["expert_load"] = self._take_means(step)
+            for number, layer in enumerate(loads):
+                self._warn_of_collapse(step, number, layer)
+            figures["expert_load"] = [[round(share, 4) for share in layer] for layer in loads]
         return figures
-
-    def _add_loads(self, loads: list[list[float]]) -> None:
-        before = self._since or [[0.0] * len(layer) for layer in loads]
-        self._since = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(before, loads, strict=True)]
-        self._num_steps += 1
-
-    def _take_means(self, step: int) -> list[list[float]]:
-        """Returns the mean loads since the last call, with four decimals, and warns of routers that collapsed."""
-        found = [[share / self._num_steps for share in layer] for layer in self._since]
-        self._since, self._num_steps = [], 0
-        for number, layer in enumerate(found):
-            self._warn_of_collapse(step, number, layer)
-        return [[round(share, 4) for share in layer] for layer in found]
 
     def _warn_of_collapse(self, step: int, number: int, layer: list[float]) -> None:
         """Warns, once for each router, if its loads have collapsed."""
