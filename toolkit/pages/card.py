@@ -14,6 +14,7 @@ import yaml
 
 from toolkit.data.layouts.template_arguments import OF_ROW
 from toolkit.errors import listed
+from toolkit.pages.data_page import SUMMARY_FACTS, dropped_table, split_table
 from toolkit.pages.parts.run_metrics import split_lines
 from toolkit.pages.parts.story import with_limits
 from toolkit.pages.run_page import STEPS, RunSummary, evaluations_table
@@ -118,14 +119,8 @@ def _warnings(doubts: Sequence[str]) -> str:
 
 
 def _data_table(report: dict[str, Any]) -> str:
-    rows = []
-    for split, key in (("train", "train"), ("held-out", "validation")):
-        counts = report.get(key)
-        if counts is not None:
-            dropped = "; ".join(f"{entry['count']:,} {reason}" for reason, entry in counts["dropped"].items())
-            sources = ", ".join(source["source"] for source in counts.get("sources", []))
-            rows.append([split, sources, f"{counts['kept']:,}", dropped or "none", f"{counts['tokens']:,}"])
-    return _table(["split", "sources", "rows", "dropped", "tokens"], rows) + _arguments_of_rows(report)
+    tables = [table for table in (split_table(report, SUMMARY_FACTS), dropped_table(report)) if table.rows]
+    return "\n".join(_table(table.head, table.rows) for table in tables) + _arguments_of_rows(report)
 
 
 def _arguments_of_rows(report: dict[str, Any]) -> str:

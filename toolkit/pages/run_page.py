@@ -27,7 +27,7 @@ from toolkit.pages.parts.charts import (
     evenly_spaced,
     smoothed,
 )
-from toolkit.pages.parts.number_text import MISSING, finite, format_percent, format_seconds, format_short, number
+from toolkit.pages.parts.number_text import MISSING, finite, format_percent, format_short, number
 from toolkit.pages.parts.page import ChartCard, Note, Table, Tile, render, script, script_policy, write_page
 from toolkit.pages.parts.run_metrics import Metrics, NonFinite, column, non_finite, samples_itself, split_lines
 from toolkit.pages.parts.side_by_side import SideBySide, prompts_and_answers
@@ -43,9 +43,6 @@ MAX_LISTED_STEPS = 20
 
 BRIGHTEST_LOAD = 2.0
 """Factor on an expert's even share from which its cell has the strongest colour."""
-
-LINE_SHARE = 0.01
-"""Width of a line as a share of a small chart's height, approximately."""
 
 
 @dataclass(frozen=True)
@@ -241,12 +238,8 @@ def _without_equal_counts(counts: dict[str, float]) -> dict[str, float]:
 
 
 def _duration_tile(train: Metrics, facts: dict[str, str]) -> Tile:
-    stated = next((value for name, value in facts.items() if name.lower() == "duration"), None)
-    steps, seconds = counted(train[-1]["step"] if train else 0, "step"), finite(column(train, "step_seconds"))
-    if stated is not None:
-        return Tile("tile-duration", "Duration", [stated], steps, facts.get("starts", ""))
-    value = format_seconds(sum(seconds)) if seconds else MISSING
-    return Tile("tile-duration", "Duration", [value], f"{steps}; sum of the logged ones")
+    steps = counted(train[-1]["step"] if train else 0, "step")
+    return Tile("tile-duration", "Duration", [facts.get("duration", MISSING)], steps, facts.get("starts", ""))
 
 
 def _throughput_tile(train: Metrics) -> Tile:
@@ -362,24 +355,14 @@ def _train_chart(
 
 
 def _throughput_chart(train: Metrics, x_range: tuple[int, int]) -> Chart:
+    # The last one is on top: without padding, the first two are one curve.
     series = [
-        _train_series("without padding", train, "tokens_per_second"),
         _train_series("with padding", train, "padded_tokens_per_second", variable="chart-2"),
+        _train_series("without padding", train, "tokens_per_second"),
         _train_series("targets", train, "targets_per_second", variable="muted"),
     ]
-    gaps = _gaps(train, "tokens_per_second")
-    first, *others = [item for item in series if finite(item.ys)] or series[:1]
-    # Rows without padding have one rate, and a curve on top of another would hide it.
-    distinct = [item for item in others if not _is_same(item.ys, first.ys)]
-    shown = [first, *distinct] if distinct else [replace(first, name="")]
-    return Chart("throughput", "Tokens per second", shown, gaps, x_range)
-
-
-def _is_same(values: Sequence[float], others: Sequence[float]) -> bool:
-    """Returns whether two curves differ nowhere by more than a line's width."""
-    pairs = [(one, other) for one, other in zip(values, others, strict=True) if math.isfinite(one + other)]
-    highest = max((other for _, other in pairs), default=0.0)
-    return all(abs(one - other) <= LINE_SHARE * highest for one, other in pairs)
+    shown = [item for item in series if finite(item.ys)]
+    return Chart("throughput", "Tokens per second", shown, _gaps(train, "tokens_per_second"), x_range)
 
 
 def _memory_chart(train: Metrics, x_range: tuple[int, int]) -> Chart:
@@ -426,7 +409,7 @@ def _tables(summary: RunSummary, evals: Metrics) -> list[Table]:
 
 def _technical_tables(summary: RunSummary) -> list[Table]:
     """Returns tables of how the run was done, which are shown on demand."""
-    facts = [item for item in summary.facts.items() if item[0].lower() != "duration"]  # it has a tile of its own
+    facts = [item for item in summary.facts.items() if item[0] != "duration"]  # it has a tile of its own
     told = ", ".join(summary.facts[name] for name in ("strategy", "ranks", "precision") if name in summary.facts)
     head = ("Unit", "Class", "Count", "Parameters", "Size")
     return [

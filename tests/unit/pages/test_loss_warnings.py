@@ -93,7 +93,7 @@ def test_the_last_lines_have_answers_before_and_after(tmp_path: Path, capsys: py
     print_result(Terminal(), Recipe.load("quickstart"), result, story, [right, wrong, right, right])
     first, *lines = capsys.readouterr().err.splitlines()
     assert first.startswith("training loss 6.9000 -> 4.2000 (-39.1%)")
-    assert lines[:4] == ["asks", "  before: no \u241b[2J", "  after: yes", "Why?"]
+    assert lines[:4] == ["user asks", "  before: no \u241b[2J", "  after: yes", "Why?"]
     assert lines[5] == f"  after: {'x' * 160} …"
     assert lines[6] == "  in the data: so"
     assert len([line for line in lines if "before" in line]) == 3, "a run of many samples shows three"

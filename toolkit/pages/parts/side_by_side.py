@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from toolkit.pages.parts.charts import evenly_spaced
-
-CHAT_MARK = re.compile(r"<[|\uff5c]?[a-z_]+[|\uff5c]?>|\[/?INST\]")
-ROLE = re.compile(r"^(system|user|assistant|model)\b\s*")
+from toolkit.pages.parts.turns import turns_of
 
 LONGEST = 600
 """The most characters of a prompt; the last ones are shown, because these are answered."""
@@ -41,10 +38,9 @@ def prompts_and_answers(samples: Sequence[SideBySide]) -> list[tuple[str, Sequen
 
 
 def last_turn(prompt: str) -> str:
-    """Returns the last words of a prompt that are no mark or role of a chat template, for a line of the console."""
-    turns = [turn.strip() for turn in CHAT_MARK.split(prompt)]
-    turns = [ROLE.sub("", turn) for turn in turns] if len(turns) > 1 else turns
-    return next((" ".join(turn.split()) for turn in reversed(turns) if turn), "")
+    """Returns the last turn of a prompt, or all of it if it has no marks of turns, for a line of the console."""
+    turns = turns_of(prompt)
+    return " ".join((turns[-1][1] if turns else prompt).split())
 
 
 def _end_of(prompt: str) -> str:
