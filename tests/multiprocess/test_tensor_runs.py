@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.parts.held_out_samples import NEW_TOKENS
+from toolkit.run.parts.answers import NEW_TOKENS
 from toolkit.sharding.fsdp2.shards import state_once
 from toolkit.sharding.tensor import moves
 from toolkit.training.extension import Extension

@@ -18,7 +18,7 @@ from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama
 
 import toolkit
-from toolkit.run.parts import held_out_samples
+from toolkit.run.parts import answers
 from toolkit.training.extension import Extension
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -55,8 +55,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions ask for it
-    unanswered = held_out_samples._unanswered
-    monkeypatch.setattr(held_out_samples, "_unanswered", lambda *given: replace(unanswered(*given), images=(image(),)))
+    unanswered = answers._unanswered
+    monkeypatch.setattr(answers, "_unanswered", lambda *given: replace(unanswered(*given), images=(image(),)))
     texts = make_texts(40)
     write_rows(tmp_path / "rows.jsonl", ({"text": text} for text in texts))
     model = save_llama(tmp_path / "model", texts, tied=False)
