@@ -339,36 +339,41 @@ def test_bad_rows_of_every_kind_of_file(tmp_path: Path, chatml: Any) -> None:
 
 
 def test_the_rows_behind_a_stray_quote_are_whole(tmp_path: Path, chatml: Any) -> None:
-    (tmp_path / "a.csv").write_text('text,n\n"stray,1\nquestion 2,2\n"question 3",3\n"question\n4",4\n')
+    (tmp_path / "a.csv").write_text('text,n\n"stray,1\nquestion 2,2\n"question 3",3\n"question\n4",4\nquestion 5,5\n')
     report = report_of(tmp_path, "a.csv", chatml)
     end = chatml.eos_token
-    assert shown(report) == {
-        "a.csv:2": f"question 2{end}",
-        "a.csv:3": f"question 3{end}",
-        "a.csv:4": f"question\n4{end}",
-    }
+    assert shown(report) == {"a.csv:4": f"question\n4{end}", "a.csv:5": f"question 5{end}"}
+    assert dropped(report) == {"not CSV: ',' expected after '\"'": ["a.csv:1", "a.csv:2", "a.csv:3"]}
+
+
+def test_a_quote_that_is_never_closed_takes_up_no_more_than_a_field(
+    tmp_path: Path, chatml: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "MAX_FIELD_BYTES", 100)
+    rows = [f"question {i},{i}\n" for i in range(1, 21)]
+    (tmp_path / "a.csv").write_text('text,n\n"' + "".join(rows))
+    lost = "not CSV: field larger than field limit (100)"
+    assert list(dropped(report_of(tmp_path, "a.csv", chatml))) == [lost]
 
 
 @pytest.mark.parametrize("piece", [1, 99, 100, 101])
 def test_names_hold_across_the_pieces_of_a_file(
     tmp_path: Path, chatml: Any, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    """The file is cut into pieces amid its lines or between them; one line is longer than a row may be."""
+    """The file is cut into pieces amid its lines or between them; one line is longer than many of them."""
     monkeypatch.setattr(sources, "SHARD_BYTES", piece)
-    monkeypatch.setattr(readers, "MAX_ROW_BYTES", 1000)
     rows: list[Any] = [json.dumps({"text": f"question {i:02}"}).encode().ljust(49) for i in range(1, 41)]
     rows[4] = b""
-    rows[9] = json.dumps({"text": "x" * 5000}).encode()
+    rows[9] = json.dumps({"text": "question " * 100}).encode()
     rows[20] = b"no JSON"
     rows[39] = b'{"text": "half'
     lines(tmp_path / "rows.jsonl", rows)
     report = report_of(tmp_path, "rows.jsonl", chatml)
     assert dropped(report) == {
         "blank line": ["rows.jsonl:5"],
-        "a line of more than 0 MiB": ["rows.jsonl:10"],
         "not JSON": ["rows.jsonl:21", "rows.jsonl:40"],
     }
-    assert report["train"]["kept"] == 36
+    assert report["train"]["kept"] == 37
 
 
 @pytest.mark.slow
@@ -740,6 +745,28 @@ def test_an_error_while_rows_are_tokenised_leaves_nothing(
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(MANY_LINES)[:-500])
     refusal(tmp_path, "a.jsonl.gz", chatml)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def values_in(content: bytes, folder: Path) -> list[Any]:
+    (folder / "a.json").write_bytes(content)
+    return list(readers.read(readers.Shard("list", str(folder / "a.json"))))
+
+
+def test_a_list_may_stand_under_a_key(tmp_path: Path) -> None:
+    rows = [{"text": "é"}, {"text": 'a "king"', "tags": [1.5, None, {"b": True}]}]
+    for value in (rows, {"version": [1], "rows": rows, "end": 1}):
+        assert values_in(json.dumps(value, indent=2, ensure_ascii=False).encode(), tmp_path) == rows
+    assert [str(row) for row in values_in(b"[2.5, null]", tmp_path)] == [
+        "a number, not a JSON object",
+        "null, not a JSON object",
+    ]
+    with pytest.raises(BadInputError, match="holds two lists, rows and data"):
+        values_in(b'{"rows": [1], "data": [2]}', tmp_path)
+    with pytest.raises(BadInputError, match=r"is not JSON: Expecting value \(line 2, column 2\); correct it there"):
+        values_in(b'[{"a": 1},\n x]', tmp_path)
+    for content in (b'[{"text": "\xe9"}]', b'{"data": [1],}', b"[1] x", b"", b"[" * 100_000):
+        with pytest.raises(BadInputError, match=r"is not (JSON|UTF-8)"):
+            values_in(content, tmp_path)
 
 
 def test_a_csv_file_is_read_as_it_was_written(tmp_path: Path) -> None:

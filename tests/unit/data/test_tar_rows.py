@@ -47,7 +47,6 @@ def rows(path: Path) -> list[Any]:
         ([("0.txt", b"\xff")], "its .txt is not UTF-8"),
         ([("0.txt", b"a"), ("0.json", b'{"text": "b"}')], "two files of its name give the column 'text'"),
         ([("0.png", b"a"), ("0.jpg", b"b")], "two files of its name give the column 'image'"),
-        ([("0.txt", b"a" * (64 * 2**20 + 1))], "a file of more than 64 MiB"),
     ],
 )
 def test_a_row_is_the_files_of_one_name(tmp_path: Path, members: list[tuple[str, bytes]], row: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import json
 import tarfile
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -30,17 +29,11 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any] | RowProblem
 
-MAX_ROW_BYTES = 64 * 2**20
-"""A longer line is not a row: most likely the file has no lines at all."""
-
-MAX_TEXT_BYTES = 256 * 2**20
-"""The largest text file, which is one document."""
+MAX_FIELD_BYTES = 64 * 2**20
+"""The longest field of a CSV file. After a quote that is never closed the rest of the file would be one."""
 
 MAPPED_ROWS = 100
 """Rows that a user's function maps in one fence."""
-
-MAX_LIST_BYTES = 512 * 2**20
-"""The largest JSON file that is one list, which is read as a whole; a file of a few kB may unpack to more."""
 
 WRAPPERS = ("data", "rows", "examples")
 """Keys under which a JSON file may hold its list of rows."""
@@ -143,7 +136,7 @@ def unreadable(field: str, path: str, error: Exception) -> ToolkitError:
     return DataError(f"{field}: {path!r} cannot be read: {why}; name another, or make it again")
 
 
-def _read_lines(shard: Shard) -> Iterator[bytes | RowProblem]:
+def _read_lines(shard: Shard) -> Iterator[bytes]:
     """Yields each line that starts in the shard."""
     # `datasets`' JSON reader would end at the first line that is not JSON, and unify the types of all rows, which
     # fills tools and messages with nulls.
@@ -151,35 +144,16 @@ def _read_lines(shard: Shard) -> Iterator[bytes | RowProblem]:
         if shard.start > 0:
             # Start one byte earlier, so that a line that begins exactly here is not skipped.
             file.seek(shard.start - 1)
-            _skip_line(file)
+            file.readline()
         # A compressed file is one shard without an end, so its position is not needed.
         position = file.tell() if shard.stop is not None else 0
-        while shard.stop is None or position < shard.stop:
-            line = file.readline(MAX_ROW_BYTES)
-            if not line:
-                return
+        while (shard.stop is None or position < shard.stop) and (line := file.readline()):
             position += len(line)
-            if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
-                position += _skip_line(file)
-                yield RowProblem(f"a line of more than {MAX_ROW_BYTES // 2**20} MiB")
-            else:
-                yield line
+            yield line
 
 
-def _skip_line(file: IO[bytes]) -> int:
-    """Reads to the end of a line, and returns the number of bytes."""
-    skipped = 0
-    while line := file.readline(MAX_ROW_BYTES):
-        skipped += len(line)
-        if line.endswith(b"\n"):
-            break
-    return skipped
-
-
-def row_of_line(line: bytes | RowProblem, at_start: bool) -> Row:
+def row_of_line(line: bytes, at_start: bool) -> Row:
     """Returns the row of a line; `at_start` says whether it is a file's first one."""
-    if isinstance(line, RowProblem):
-        return line
     try:
         # A byte-order mark is allowed only at the start of a file, and json refuses it.
         text = line.decode("utf-8-sig" if at_start else "utf-8").strip()
@@ -206,9 +180,8 @@ def _json_type(value: Any) -> str:
 
 def _read_list(shard: Shard) -> Iterator[Row]:
     """Yields the values of a JSON file's list, bare or under one of `WRAPPERS`."""
-    text = _whole_text(shard.path, MAX_LIST_BYTES, "a list", "write an object on each line (.jsonl)")
     try:
-        value = json.loads(text)
+        value = json.loads(_whole_text(shard.path))
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise DataError(f"data: {shard.path!r} is not JSON: {error.msg} ({place}); correct it there") from error
@@ -235,12 +208,9 @@ def _list_in(value: Any, path: str) -> list[Any]:
     return value[found[0]]  # type: ignore[no-any-return]
 
 
-def _whole_text(path: str, most: int, what: str, instead: str) -> str:
-    """Reads a file of at most `most` bytes; `what` it is and what to write `instead` are for the error."""
+def _whole_text(path: str) -> str:
     with opened(path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise DataError(f"data: {path!r} is {what} of more than {most // 2**20} MiB; {instead}")
+        content = file.read()
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -250,96 +220,45 @@ def _whole_text(path: str, most: int, what: str, instead: str) -> str:
 def _read_csv(shard: Shard) -> Iterator[Row]:
     """Yields a row for each record of a file with comma-separated values, or with tabs if the kind is `tsv`."""
     # csv's own limit of 131,072 characters would refuse long texts.
-    csv.field_size_limit(MAX_ROW_BYTES)
+    csv.field_size_limit(MAX_FIELD_BYTES)
     # Bytes that are not UTF-8 become surrogates, so that only their row is lost. csv wants line breaks untouched.
     with fsspec.open(
         shard.path, "rt", compression="infer", encoding="utf-8-sig", errors="surrogateescape", newline=""
     ).open() as file:
-        lines = _Lines(file)
-        records = csv.reader(lines, strict=True, delimiter="\t" if shard.kind == "tsv" else ",")
-        try:
-            header = _csv_header(next(records, []), shard.path)
-        except _LongLineError as error:
-            raise DataError(f"data: {shard.path!r} begins with {error}; a CSV begins with a line of columns") from error
+        lines: list[str] = []  # of one record
+
+        def taken() -> Iterator[str]:
+            for line in file:
+                lines.append(line)
+                yield line
+
+        records = csv.reader(taken(), strict=True, delimiter="\t" if shard.kind == "tsv" else ",")
+        header = _csv_header(next(records, []), shard.path)
         while True:
-            lines.begin()
+            lines.clear()
             try:
                 fields = next(records)
             except StopIteration:
                 return
-            except _LongLineError as error:
-                yield RowProblem(str(error))
-                continue
             except csv.Error as error:
-                lines.give_back()
-                yield RowProblem(f"not CSV: {error}")
+                # A stray quote takes up rows: each of its lines counts as one that cannot be read.
+                yield from [RowProblem(f"not CSV: {error}")] * len(lines)
                 continue
-            if len(fields) == len(header) and lines.are_rows(len(header), records.dialect.delimiter):
-                yield RowProblem(JOINED_ROWS)
-                lines.give_back()
+            if len(fields) == len(header) and _are_rows(lines, len(header), records.dialect.delimiter):
+                yield from [RowProblem(JOINED_ROWS)] * len(lines)
                 continue
             # Inner lines of a record are never rows, even if one of them has the right number of fields.
-            yield _csv_row(header, fields, lines.number)
+            yield _csv_row(header, fields, len(lines))
 
 
-class _LongLineError(Exception):
-    def __init__(self) -> None:
-        super().__init__(f"a line of more than {MAX_ROW_BYTES // 2**20} MiB")
+def _are_rows(lines: list[str], num_columns: int, delimiter: str) -> bool:
+    """Returns whether each line of a record would be a row itself: a stray quote and its end may join them.
 
-
-class _Lines:
-    """Iterates over the lines of a CSV file.
-
-    A malformed record ends with its first line, because a quote that is never closed would take up all rows after it.
-
-    Raises:
-        _LongLineError: once, in place of a line that is too long.
+    Two lines of two columns do not count, because the second may be a text with one comma.
     """
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-        self._taken: deque[str] = deque()
-        self._given_back: deque[str] = deque()
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = self._given_back.popleft() if self._given_back else self._file.readline(MAX_ROW_BYTES)
-        if not line:
-            raise StopIteration
-        if len(line) == MAX_ROW_BYTES and not line.endswith(("\n", "\r")):
-            self._skip_line()
-            raise _LongLineError
-        self._taken.append(line)
-        return line
-
-    def _skip_line(self) -> None:
-        while (line := self._file.readline(MAX_ROW_BYTES)) and not line.endswith(("\n", "\r")):
-            pass
-
-    @property
-    def number(self) -> int:
-        """Number of lines in the record."""
-        return len(self._taken)
-
-    def are_rows(self, num_columns: int, delimiter: str) -> bool:
-        """Returns whether each line of the record would be a row itself: a stray quote and its end may join them.
-
-        Two lines of two columns do not count, because the second may be a text with one comma.
-        """
-        if self.number < 2 or num_columns + self.number < 5 or num_columns < 2:
-            return False
-        return all(line.count(delimiter) == num_columns - 1 for line in self._taken)
-
-    def begin(self) -> None:
-        """Begins a record."""
-        self._taken.clear()
-
-    def give_back(self) -> None:
-        """Puts all lines of the record but the first back, to be read again."""
-        self._taken.popleft()
-        self._given_back.extendleft(reversed(self._taken))
+    if len(lines) < 2 or num_columns + len(lines) < 5 or num_columns < 2:
+        return False
+    return all(line.count(delimiter) == num_columns - 1 for line in lines)
 
 
 def _csv_header(header: list[str], path: str) -> list[str]:
@@ -368,13 +287,12 @@ def _has_surrogate(text: str) -> bool:
 
 def _read_text(shard: Shard) -> Iterator[Row]:
     """Yields one row, because a text file is one document."""
-    instead = "cut it into several files, or write an object on each line (.jsonl)"
-    yield {"text": _whole_text(shard.path, MAX_TEXT_BYTES, "one document", instead)}
+    yield {"text": _whole_text(shard.path)}
 
 
 def _read_tar(shard: Shard) -> Iterator[Row]:
     with opened(shard.path) as file:
-        yield from rows_of_tar(file, MAX_ROW_BYTES)
+        yield from rows_of_tar(file)
 
 
 def _read_table(shard: Shard) -> Iterator[Row]:
@@ -441,19 +359,16 @@ MEDIA = {
 _COLUMN_OF = {ending: column for column, endings in MEDIA.items() for ending in endings}
 
 
-def rows_of_tar(file: IO[bytes], max_bytes: int) -> Iterator[dict[str, Any] | RowProblem]:
+def rows_of_tar(file: IO[bytes]) -> Iterator[Row]:
     """Yields the rows of a tar file, in its order. Nothing is unpacked, and links and folders are skipped.
 
     The fields of a `.json` are the row's; a `.txt` is its `text`; an image, sound or video is its `image`, `audio` or
     `video`, as in `datasets`; any other file is a column named by its ending. Reference: webdataset's file format.
-
-    Args:
-        max_bytes: the most bytes of a member; a larger one makes its row a RowProblem.
     """
-    name, members = "", dict[str, bytes | RowProblem]()
+    name, members = "", dict[str, bytes]()
     with tarfile.open(fileobj=file, mode="r|") as tar:
         for member in tar:
-            if not member.isfile():
+            if not member.isfile() or (content := tar.extractfile(member)) is None:
                 continue
             path = PurePosixPath(member.name)
             # Endings begin at the first dot of a name: `0001.cls.txt` belongs to row 0001.
@@ -463,19 +378,14 @@ def rows_of_tar(file: IO[bytes], max_bytes: int) -> Iterator[dict[str, Any] | Ro
                 yield _row(members)
                 members = {}
             name = key
-            content: bytes | RowProblem = RowProblem(f"a file of more than {max_bytes // 2**20} MiB")
-            if member.size <= max_bytes and (held := tar.extractfile(member)) is not None:
-                content = held.read()
-            members[ending.lower()] = content
+            members[ending.lower()] = content.read()
     if members:
         yield _row(members)
 
 
-def _row(members: dict[str, bytes | RowProblem]) -> dict[str, Any] | RowProblem:
+def _row(members: dict[str, bytes]) -> Row:
     row: dict[str, Any] = {}
     for ending, content in members.items():
-        if isinstance(content, RowProblem):
-            return content
         try:
             columns = _columns(ending, content)
         except (UnicodeDecodeError, ValueError, RecursionError):
