@@ -10,9 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,8 +19,8 @@ import pyarrow as pa
 
 from toolkit.data import report as reports
 from toolkit.data.documents.documents import Documents
-from toolkit.data.documents.processes import ALONE_SECONDS, Work, affordable_processes, image_root, made_apart
 from toolkit.data.documents.processes import Batch as StoredRows
+from toolkit.data.documents.processes import Work, image_root
 from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import TOO_LONG, RowKind
 from toolkit.data.report import DataReport, SplitReport
@@ -125,35 +123,6 @@ class Stream:
         """
         # Counts restart, because the first window is read once before training, for its checks.
         self.counts, self.also_held_out, self.cut_tokens = RowCounts(ROWS_MEASURED), set(), 0
-        return self._windows(state)
-
-    def windows_ahead(self, state: State | None = None) -> Iterator[Window]:
-        """Yields the same. Once they have cost some CPU time, a process makes them, as a thread holds up training.
-
-        Windows with images are not moved: their pixels would be copied. What ends the process, such as the kernel or a
-        full /dev/shm, ends no run: the thread goes on at the window that is missing, and meets an error of the rows.
-
-        Raises:
-            DataError: as `windows` does.
-        """
-        started = time.thread_time()
-        for window in self.windows(state):
-            yield window
-            state = window.end
-            if time.thread_time() - started > ALONE_SECONDS and self._may_move:
-                break
-        with suppress(Exception):
-            for window, counted in made_apart(_counted_windows, self, state):
-                self.counts, self.also_held_out, self.cut_tokens = counted
-                yield window
-                state = window.end
-        yield from self._windows(state)
-
-    @property
-    def _may_move(self) -> bool:
-        return self.images is None and self.kind.data.num_proc == "auto" and affordable_processes() > 1
-
-    def _windows(self, state: State | None) -> Iterator[Window]:
         places = state["sources"] if state is not None else [(0, 0, 0)] * len(self.sources)
         cursors = [_Cursor(of.source, *place) for of, place in zip(self.sources, places, strict=True)]
         state = state or {"window": 0, "samples": 0, "sources": [list(cursor.place()) for cursor in cursors]}
@@ -242,12 +211,6 @@ class Stream:
         order = np.random.default_rng(int.from_bytes(mixed_up)).permutation(len(samples))
         pieces, ends = by_sample(samples.pieces, np.repeat(order, np.diff(samples.ends, prepend=0)))
         return replace(samples, pieces=pieces, ends=ends)
-
-
-def _counted_windows(stream: Stream, state: State) -> Iterator[tuple[Window, tuple[RowCounts, set[int], int]]]:
-    """Yields windows, each with the counts after it."""
-    for window in stream._windows(state):
-        yield window, (stream.counts, stream.also_held_out, stream.cut_tokens)
 
 
 @dataclass
@@ -353,7 +316,7 @@ class StreamLoader(Loader):
         """Yields every sample from the start on: the samples of its window, and its number among them."""
         state = self.state_at(self.start[1])
         skip = self.start[1] - (state["samples"] if state is not None else 0)
-        for window in ahead(self.stream.windows_ahead(state), "stream"):
+        for window in ahead(self.stream.windows(state), "stream"):
             # After a resume the state of the first window is known already.
             if all(known["samples"] < window.state["samples"] for known in self._states):
                 self._states.append(window.state)

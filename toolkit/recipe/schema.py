@@ -293,8 +293,8 @@ class DataSection(Section):
     max_validation_samples: PositiveInt | None = Field(None, description="Evaluate on the first N samples only.")
     num_proc: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="Tokenise with N processes; auto: where it takes over 5 CPU seconds, as many as there are cores; "
-        "for a stream one.",
+        description="Tokenise with N processes; auto: where it takes over 5 CPU seconds, as many as there are cores. A "
+        "thread tokenises a stream.",
     )
     cache_dir: str | None = Field(
         None,

@@ -34,45 +34,27 @@ def byte_pairs() -> Any:
 def test_tokenised_in_several_processes_the_rows_are_the_same(
     tmp_path: Path, byte_pairs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whoever tokenises a batch: with a byte-order mark before the first row, and a last one that is no text."""
     monkeypatch.setattr(processes, "BATCH_ROWS", 8)
     lines = [json.dumps({"text": text}) for text in TEXTS]
     lines[7] = lines[30] = "no row"
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode() + b"\n\xff\n")
     found = []
-    monkeypatch.setattr(processes, "ALONE_SECONDS", 0.0)
+    monkeypatch.setattr(processes, "ALONE_SECONDS", 1e-9)  # one batch here, and the rest in others
     monkeypatch.setattr(processes, "affordable_processes", lambda: 2)
     for number, num_proc in enumerate((1, 3, "auto")):
         data = section(tmp_path, tmp_path / "a.jsonl", num_proc=num_proc)
         data = data.model_copy(update={"cache_dir": str(tmp_path / f"cache-{number}")})
         built = build.build(data, byte_pairs, seed=0)
         dropped = built.report.to_dict()["train"]["dropped"]
-        assert dropped == {"not JSON": {"count": 2, "rows": ["a.jsonl:8", "a.jsonl:31"]}}
+        assert dropped == {
+            "not JSON": {"count": 2, "rows": ["a.jsonl:8", "a.jsonl:31"]},
+            "not UTF-8": {"count": 1, "rows": ["a.jsonl:41"]},
+        }
         found.append(rows_of(built.train))
     assert found[0] == found[1] == found[2]
     assert not multiprocessing.active_children()
     assert forkserver._forkserver._forkserver_pid is None  # type: ignore[attr-defined]
-
-
-@pytest.mark.slow
-def test_while_others_start_this_process_works(
-    tmp_path: Path, byte_pairs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever tokenises a batch, the rows and their names are the same, with a byte-order mark before the first one."""
-    monkeypatch.setattr(processes, "BATCH_ROWS", 8)
-    monkeypatch.setattr(processes, "affordable_processes", lambda: 2)
-    monkeypatch.setattr(processes, "MEASURED_SECONDS", -1.0)
-    monkeypatch.setattr(processes, "MANY_SECONDS", 0.0)
-    lines = [json.dumps({"text": text}) for text in TEXTS]
-    lines[7], lines[30] = "no row", '"text"'
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n".join(lines * 50).encode() + b"\n\xff\n")
-    found = []
-    for num_proc in (1, "auto"):
-        data = section(tmp_path, tmp_path / "a.jsonl", num_proc=num_proc, max_dropped_fraction=0.5)
-        data = data.model_copy(update={"cache_dir": str(tmp_path / f"cache-{num_proc}")})
-        built = build.build(data, byte_pairs, seed=0)
-        found.append((rows_of(built.train), built.report.to_dict()["train"]["dropped"], built.fingerprint))
-    assert found[0] == found[1]
-    assert found[0][1]["not UTF-8"] == {"count": 1, "rows": ["a.jsonl:2001"]}
 
 
 def many_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -109,57 +108,6 @@ def test_a_run_that_is_cut_off_goes_on_at_the_next_sample(
     rest.resume(cut, 3 * cut, state)
     assert done + [tokens_of(window) for window in rest] == expected
     assert rest.epoch_at(14) == whole.epoch_at(14)
-
-
-def test_another_process_makes_the_same_windows(
-    tmp_path: Path, byte_pairs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first is made here. Counts go on, and so does a run that was cut off in a window of the process."""
-    monkeypatch.setattr(stream, "WINDOW_SAMPLES", 256)  # as in the process
-    monkeypatch.setattr(stream, "BATCH_ROWS", 16)
-
-    def trained(seconds: float, start: tuple[int, int, Any] | None = None) -> tuple[list[Any], Any, stream.Stream]:
-        monkeypatch.setattr(stream, "ALONE_SECONDS", seconds)
-        of = loader(built(tmp_path, byte_pairs, max_length=16), 0, 1, 32, 1, steps=28)
-        if start is not None:
-            of.resume(*start)
-        steps = [tokens_of(step) for step in of]
-        return steps, of.state_at(640), of.stream
-
-    (here, state, alone), (apart, same_state, by_process) = trained(1e9), trained(-1.0)
-    assert apart == here
-    assert same_state == state
-    counted, expected = (of.counts.described(of.cut_tokens) for of in (by_process, alone))
-    assert counted == expected
-    assert alone.counts.read > len(TEXTS), "several windows"
-    resumed, *_ = trained(-1.0, (20, 640, state))
-    assert resumed == here[20:]
-    assert not multiprocessing.active_children()
-
-
-@pytest.mark.parametrize("ended", ["killed", "own code was edited"])
-def test_what_ends_the_process_of_a_stream_ends_no_run(
-    tmp_path: Path, byte_pairs: Any, monkeypatch: pytest.MonkeyPatch, ended: str
-) -> None:
-    for name, value in {"ALONE_SECONDS": -1.0, "WINDOW_SAMPLES": 256, "BATCH_ROWS": 16}.items():
-        monkeypatch.setattr(stream, name, value)
-    mine = tmp_path / "mine.py"
-    mine.write_text("def same(row):\n    return row\n")
-    of = built(tmp_path, byte_pairs, max_length=16, map=f"{mine}:same").stream
-
-    def ends(windows: Any, during: Any) -> list[Any]:
-        first = [next(windows).end for _ in range(2 if ended == "killed" else 1)]
-        during()
-        return [*first, *(next(windows).end for _ in range(4 - len(first))), of.counts.described(of.cut_tokens)]
-
-    def end_it() -> None:
-        if ended == "killed":
-            multiprocessing.active_children()[0].kill()
-        else:
-            mine.write_text("def same(row):\n    return None\n")
-
-    assert ends(of.windows_ahead(), end_it) == ends(of.windows(), lambda: None)
-    assert not multiprocessing.active_children()
 
 
 def test_windows_are_shuffled_by_the_seed(tmp_path: Path, byte_pairs: Any) -> None:

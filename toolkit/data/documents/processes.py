@@ -15,17 +15,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from multiprocessing import forkserver
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import psutil
 import pyarrow as pa
@@ -37,18 +36,12 @@ from toolkit.data.rows.readers import Row, Shard, mapped, row_of_line, stored_in
 from toolkit.errors import DataError
 from toolkit.ranks import usable_cores
 
-T = TypeVar("T")
-
 BATCH_ROWS = 64
 """Number of rows that are tokenised in one call."""
 
 ALONE_SECONDS = 5.0
 """CPU time that this process takes before `auto` starts others, which takes them about as much. Not wall time: on a
 loaded machine a few rows would start them."""
-
-MANY_SECONDS, MEASURED_SECONDS = 20.0, 1.0
-"""If the lines of a source would take longer than the first by the CPU time of their first bytes, `auto` starts others
-sooner: after the second."""
 
 PROCESS_BYTES = 2**30
 """Host memory that `auto` counts for a process: its libraries, a tokenizer and a few batches of rows."""
@@ -118,28 +111,16 @@ def encoded(work: Work, shards: list[Shard], processes: int | Literal["auto"]) -
         BadInputError: if the user's function that maps rows fails.
     """
     unread = _batches(shards)
-    is_auto = processes == "auto"
     if processes == "auto":
-        for batch in _first_ones(unread, shards):
+        started = time.process_time()
+        while time.process_time() - started < ALONE_SECONDS and (batch := next(unread, None)) is not None:
             yield work.documents(batch)
         processes = affordable_processes()
     following = next(unread, None)
     if following is None:
         return
     unread = chain([following], unread)
-    yield from map(work.documents, unread) if processes == 1 else _in_processes(work, unread, processes, is_auto)
-
-
-def _first_ones(unread: Iterator[Batch], shards: list[Shard]) -> Iterator[Batch]:
-    """Yields batches until so much CPU time is spent on them that other processes are worth their start."""
-    started, done = time.process_time(), 0
-    whole = sum(shard.stop - shard.start for shard in shards if shard.kind == "lines" and shard.stop is not None)
-    for batch in unread:
-        yield batch
-        spent = time.process_time() - started
-        done += sum(len(line) for line in batch.stored if isinstance(line, bytes))
-        if spent > ALONE_SECONDS or (spent > MEASURED_SECONDS and spent * whole > MANY_SECONDS * done > 0):
-            return
+    yield from map(work.documents, unread) if processes == 1 else _in_processes(work, unread, processes)
 
 
 def affordable_processes() -> int:
@@ -157,21 +138,12 @@ def _batches(shards: list[Shard]) -> Iterator[Batch]:
             before += len(some)
 
 
-def _in_processes(work: Work, unread: Iterator[Batch], processes: int, helps: bool) -> Iterator[pa.RecordBatch]:
-    """Yields the documents of each batch; at most a few batches more than there are processes are in memory.
-
-    Args:
-        helps: whether this process works while the others start.
-    """
+def _in_processes(work: Work, unread: Iterator[Batch], processes: int) -> Iterator[pa.RecordBatch]:
+    """Yields the documents of each batch; at most a few batches more than there are processes are in memory."""
     waiting: deque[Future[pa.RecordBatch]] = deque()
     with _forking_from_a_fresh_process() as context:
         pool = ProcessPoolExecutor(processes, context, _begin, (work,))
         try:
-            starting = threading.Thread(target=pool.submit, args=(bool,), daemon=True)
-            starting.start()  # the libraries take seconds
-            while helps and starting.is_alive() and (batch := next(unread, None)) is not None:
-                yield work.documents(batch)
-            starting.join()
             for batch in unread:
                 waiting.append(pool.submit(_documents, batch))
                 if len(waiting) > processes + 2:
@@ -196,48 +168,22 @@ def _forking_from_a_fresh_process() -> Iterator[multiprocessing.context.ForkServ
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["toolkit.data.build"])
+    main = sys.modules["__main__"]
+    # No process runs the caller's script, which so needs no `if __name__ == "__main__"`.
+    sys.modules["__main__"] = ModuleType("__main__")
     try:
-        with _without_script():
-            yield context
+        yield context
     finally:
+        sys.modules["__main__"] = main
         forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would keep the libraries in memory
 
 
-@contextmanager
-def _without_script() -> Iterator[None]:
-    """Lets no process that starts in the block run the caller's script, which needs no `if __name__ == "__main__"`."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-def made_apart(make: Callable[..., Iterator[T]], *arguments: Any) -> Iterator[T]:
-    """Yields what `make(*arguments)` does, which another process advances when the next item is asked for.
-
-    Raises:
-        Exception: what is raised in that process, or because it cannot start or is killed.
-    """
-    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
-    try:
-        with _without_script():
-            pool.submit(bool)  # starts it; the work follows, as other threads shall not see that `__main__` for seconds
-        coming = pool.submit(_first_item, bytes(ForkingPickler.dumps((make, arguments))))
-        while (item := coming.result()) is not None:
-            yield item
-            coming = pool.submit(_next_item)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_work: list[Any] = []
+_work: list[Work] = []
 """In a process that tokenises, what it does."""
 
 
-def _begin(*work: Work) -> None:
-    _work.extend(work)
+def _begin(work: Work) -> None:
+    _work.append(work)
     atexit.register(_work.clear)  # readers of files do not close without their libraries
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that reads the rows
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -253,13 +199,3 @@ def _end_with_parent() -> None:
 
 def _documents(batch: Batch) -> pa.RecordBatch:
     return _work[0].documents(batch)
-
-
-def _first_item(work: bytes) -> Any:
-    make, arguments = ForkingPickler.loads(work)  # here, as an error of the queue's would end the process
-    _work.append(make(*arguments))
-    return _next_item()
-
-
-def _next_item() -> Any:
-    return next(_work[0], None)
