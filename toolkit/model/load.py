@@ -30,7 +30,6 @@ from transformers import (
 
 from toolkit import ranks
 from toolkit.data.rows.hub_refusals import hub_error
-from toolkit.data.tokens.hub_code import require_no_hub_code, require_no_stored_hub_code
 from toolkit.data.tokens.tokenizer import pad_id
 from toolkit.errors import BadInputError, ToolkitError, did_you_mean, first_line, in_words
 from toolkit.model.adapters.adapters import AdapterWeights, add_adapter, quantise
@@ -38,7 +37,7 @@ from toolkit.model.adapters.started_adapter import StartedAdapter, continued_ada
 from toolkit.model.adapters.targets import classifier_of, is_classifier
 from toolkit.model.beside_weights.base_files import base_files, model_folder
 from toolkit.model.new_rows import with_new_rows
-from toolkit.model.possible_configs import require_lasting_rows, require_library, require_possible
+from toolkit.model.possible_configs import require_lasting_rows, require_possible
 from toolkit.model.quantised.quantised import QuantisedWeights
 from toolkit.model.quantised.stored_quantised import StoredNF4, quantise_as_stored, take_quantisation
 from toolkit.model.structure.model_parts import LANGUAGE, WHOLE, freeze_untrained, require_text, writer_class, writer_of
@@ -53,7 +52,6 @@ from toolkit.model.weights.weights import (
     readable,
     require_fitting,
     require_safetensors,
-    require_some_values,
     require_values,
     stored_names,
     unused_names,
@@ -289,13 +287,16 @@ def _build(auto: Any, config: PretrainedConfig, settings: dict[str, Any], field:
     except MemoryError:
         raise
     except Exception as error:  # whatever a model's code makes of sizes and names that do not fit each other
-        if isinstance(error, ImportError):  # of the attention, or of a tower
-            require_library(error, config.model_type, field)
-        attention = settings.get("attn_implementation")
-        if isinstance(error, ImportError) or (attention and "attention" in str(error).lower()):
-            install = "install it, or " if isinstance(error, ImportError) else ""
+        is_missing, attention = isinstance(error, ImportError), settings.get("attn_implementation")
+        if attention and "attention" in str(error).lower():
+            install = "install it, or " if is_missing else ""
             raise BadInputError(
                 f"model.attention: {attention} cannot be used: {first_line(error)}; {install}set model.attention=auto"
+            ) from error
+        if is_missing:  # of a tower, as timm
+            raise BadInputError(
+                f"{field}: a model of type {config.model_type} needs what is not installed: {first_line(error)}; "
+                "install it, or name another model"
             ) from error
         reads_sources = auto is AutoModelForCausalLM and config.is_encoder_decoder
         mend = (
@@ -421,8 +422,6 @@ def _whole_model(
             require_fitting(name, missing, unused, reshaped, model.allow_new_weights or [], prefix, (others, head))
             fit.drawn += sorted({*missing, *reshaped, *head})
             fit.unused += sorted(unused)
-            read = (tensor for key, tensor in whole.state_dict().items() if key not in fit.drawn and tensor.ndim > 1)
-            require_some_values(name, read)
             for key, tensor in whole.state_dict().items():
                 if key not in fit.drawn:
                     values.look(key, tensor)
@@ -464,7 +463,6 @@ def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedC
     name = model.name_or_path or str(fields.get("model_type"))
     try:
         if model.name_or_path is not None:
-            require_no_stored_hub_code(model.name_or_path, model.revision, field)
             config = AutoConfig.from_pretrained(
                 model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
             )
@@ -485,7 +483,6 @@ def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedC
 
 def _random_configuration(fields: dict[str, Any], tokenizer: SpecialTokens) -> PretrainedConfig:
     """Returns a configuration with the tokenizer's vocabulary and special tokens, unless `fields` sets them."""
-    require_no_hub_code(fields, "model.config", "the recipe")
     default = AutoConfig.for_model(fields["model_type"])
     # A model that reads more than text has them in a configuration of its own for its language model.
     of_text = fields.setdefault("text_config", {}) if "text_config" in default.sub_configs else fields

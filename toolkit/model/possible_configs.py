@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -50,16 +48,6 @@ def require_lasting_rows(model: PreTrainedModel, field: str, where: str) -> None
                 f"{type(model).__name__} to zero whenever it loads one, so the export would have other logits than the "
                 f"trained model; set pad_token_id to null in {where}, as rows are padded by the tokenizer's own"
             )
-
-
-def require_library(error: ImportError, model_type: str, field: str) -> None:
-    """Raises BadInputError if a tower of this type needs a library that is not installed, as timm."""
-    library = re.search(r"requires the (\w+) library", str(error))
-    if library is not None:
-        raise BadInputError(
-            f"{field}: a model of type {model_type} needs the library {library[1]}, which is not installed; install it "
-            f"(`pip install {library[1]}`), or name another model"
-        ) from error
 
 
 @torch.no_grad()

@@ -95,22 +95,9 @@ def quantised(method: str) -> Spoil:
     return configured(quantization_config={"quant_method": method, "bits": 4, "group_size": 128})
 
 
-def split_by(pattern: str) -> Spoil:
-    """The tokenizer splits text by a pattern first."""
-
-    def spoil(folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        values = json.loads(path.read_text())
-        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        values["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, values["pre_tokenizer"]]}
-        path.write_text(json.dumps(values))
-
-    return spoil
-
-
 WAYS: dict[str, Callable[..., Spoil]] = {
     way.__name__: way
-    for way in (configured, tokenized, set_of_tokenizer, written, indexed, as_folder, without, cut, quantised, split_by)
+    for way in (configured, tokenized, set_of_tokenizer, written, indexed, as_folder, without, cut, quantised)
 }
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
 TABLES = cases(__file__)
@@ -130,7 +117,6 @@ REFUSED = spoiled_by("REFUSED") | {
         changed(lambda t: t.update({HEAD: t[HEAD].to(torch.float8_e4m3fn)})),
         f"in 8 bits, as in quantised models, without the scales that they need: {HEAD};",
     ),
-    "all weights zero": (changed(lambda t: [tensor.zero_() for tensor in t.values()]), "is zero"),
     "a norm with a NaN": (
         changed(lambda t: t[NORM][3].fill_(float("nan"))),
         f"1 of the weights of {{folder}} hold numbers that are not finite: {NORM};",

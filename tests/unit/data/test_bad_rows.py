@@ -467,16 +467,6 @@ def saved_and_half_described(folder: Path) -> None:
     (folder / "saved" / "state.json").write_text('{"_data_fi')
 
 
-def saved_and_led_out(folder: Path) -> None:
-    """Its state names rows of somebody else."""
-    datasets.Dataset.from_dict({"text": ["a secret"]}).save_to_disk(folder / "secret")
-    text_table().save_to_disk(folder / "saved")
-    state = json.loads((folder / "saved" / "state.json").read_text())
-    file = next(folder.glob("secret/*.arrow")).name
-    state["_data_files"] = [{"filename": f"../secret/{file}"}]
-    (folder / "saved" / "state.json").write_text(json.dumps(state))
-
-
 def no_rows() -> datasets.Dataset:
     return datasets.Dataset.from_dict({"text": []}, features=datasets.Features({"text": datasets.Value("string")}))
 
@@ -532,7 +522,6 @@ REFUSED = {
     "folder, rows cut": Refused("saved", saved_and_cut, ("data.train", "saved' cannot be read")),
     "folder, rows lost": Refused("saved", saved_and_lost, ("data.train", "saved' cannot be read", "No such file")),
     "folder, half described": Refused("saved", saved_and_half_described, ("data.train", "saved' cannot be read")),
-    "folder, led out": Refused("saved", saved_and_led_out, ("data.train", "state.json' names '../secret/", "save the")),
     "folder, no rows": Refused(
         "saved", lambda folder: no_rows().save_to_disk(folder / "saved"), ("data.train", "saved' holds no rows")
     ),

@@ -13,7 +13,6 @@ import pytest
 from support.texts import make_texts, write_rows
 
 from toolkit.data import build
-from toolkit.data.rows.files import expand_files
 from toolkit.data.rows.readers import Shard, read
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.errors import DataError
@@ -104,9 +103,3 @@ def test_what_is_no_tar_is_an_error_that_names_it(tmp_path: Path, content: bytes
             _train_byte_pairs(iter(["a"]), 300),
             seed=0,
         )
-
-
-def test_a_lance_table_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "rows.lance").mkdir()
-    with pytest.raises(DataError, match="is a lance table, which is not read; write it as parquet"):
-        expand_files(str(tmp_path / "rows.lance"), "data.train")

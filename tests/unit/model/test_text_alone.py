@@ -12,14 +12,13 @@ from support.cases import cases
 from support.every_multimodal import small_config
 from support.packed_rows import Documents, packed
 from support.tiny import llama
-from transformers import AutoModelForMultimodalLM, LlamaForCausalLM
+from transformers import AutoModelForMultimodalLM, LlamaConfig, LlamaForCausalLM
 
 from toolkit.data.samples.packing import whole
 from toolkit.data.samples.samples import TextSamples, sample_of, stack
 from toolkit.data.samples.sequence_parts import Part
 from toolkit.errors import BadInputError
-from toolkit.model.load import NoTokens, load_without_weights
-from toolkit.model.possible_configs import require_library
+from toolkit.model.load import NoTokens, _build, load_without_weights
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.schema import ModelSection
 from toolkit.run.checks.comparison import on_text_alone
@@ -154,7 +153,12 @@ def test_molmo2_is_told_while_it_trains_that_every_token_is_text(packed: bool) -
 
 def test_a_tower_without_its_library_is_refused_by_the_librarys_name() -> None:
     """Building a small FastVLM takes timm, which the tests do not have; with it there is nothing to refuse."""
-    error = ImportError("TimmWrapperModel requires the timm library but it was not found in your environment.")
-    with pytest.raises(BadInputError, match=r"a model of type fast_vlm needs the library timm.*pip install timm"):
-        require_library(error, "fast_vlm", "model.name_or_path")
-    require_library(ImportError("flash_attn seems to be not installed"), "llama", "model.name_or_path")
+
+    class Lacks:
+        @staticmethod
+        def from_config(*_: Any, **__: Any) -> Any:
+            raise ImportError("TimmWrapperModel requires the timm library but it was not found in your environment.")
+
+    told = r"^model\.name_or_path: a model of type llama needs what is not installed: .* the timm library"
+    with pytest.raises(BadInputError, match=told):
+        _build(Lacks, LlamaConfig(), {"attn_implementation": "sdpa"}, "model.name_or_path")

@@ -82,7 +82,7 @@ def test_every_type_is_planned_or_refused_by_name(kind: str, folder: Path) -> No
     found = outcome(kind, folder)
     assert time.process_time() - begin < SECONDS
     if kind in UNTRIED:
-        assert "needs the library timm" in found
+        assert "requires the timm library" in found
     elif kind in WITHOUT_SIZES:
         assert f"there is no model of type {kind}" in found
     elif kind in CANNOT_RUN:

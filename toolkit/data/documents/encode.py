@@ -30,7 +30,7 @@ from toolkit.data.templates.chat import GREETING, Rendered, Targets, Turn, rende
 from toolkit.data.templates.masks import PLAIN, holds_prompt, spans_array, target_mask
 from toolkit.data.templates.stops import NextTurn, end_texts, next_turn_of
 from toolkit.data.templates.templates import template_that
-from toolkit.errors import DataError, first_line
+from toolkit.errors import DataError
 from toolkit.recipe.objectives.registry import SPECS
 
 NOTE_END = "; "
@@ -192,7 +192,7 @@ class Encoder:
     def documents(self, rows: list[Row], layout: Layout) -> list[Document]:
         """Returns a document for each row; that of a row that cannot be used has a reason instead of tokens."""
         read = [_result_or_problem(layout.read, row) for row in rows]
-        documents = self._documents_or_data_error([item if isinstance(item, RowProblem) else item[0] for item in read])
+        documents = self.encode([item if isinstance(item, RowProblem) else item[0] for item in read])
         for document, item in zip(documents, read, strict=True):
             if document["problem"] is None and (unread := item[1]):
                 document["note"] = joined_notes([document["note"], *unread])
@@ -209,18 +209,6 @@ class Encoder:
             return other.encode([example])[0]["problem"] is None
 
         return template_that(helps, self.tokenizer)
-
-    def _documents_or_data_error(self, examples: list[Example | RowProblem]) -> list[Document]:
-        """Runs `encode`; a panic of a tokenizer's Rust code, as for an endless expression, is a DataError."""
-        try:
-            return self.encode(examples)
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # its class is not exported, and is not an Exception
-                raise
-            raise DataError(
-                f"model.tokenizer: the tokenizer of {self.tokenizer.name_or_path!r} cannot read a row: "
-                f"{first_line(error)}; correct its tokenizer.json, or name another one"
-            ) from None
 
     def _prepare_example(self, example: Example) -> _Prepared | _Turns | RowProblem:
         if isinstance(example, Conversation):

@@ -74,8 +74,6 @@ def expand_files(source: str, field: str) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise DataError(f"{field}: {str(path)!r} is a link to a file that does not exist; name another")
-        if path.suffix == ".lance":
-            raise DataError(f"{field}: {str(path)!r} is a lance table, which is not read; write it as parquet")
         if path.is_dir():
             raise DataError(f"{field}: {source!r} is a folder; name files, for example {source.rstrip('/')}/*.jsonl")
         if path.stat().st_size == 0:

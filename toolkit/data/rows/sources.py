@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import itertools
-import json
 import os
 import re
 from collections import Counter
@@ -316,24 +315,9 @@ def _split_folder(path: Path, field: str) -> Path:
     return next((path / name for name in SPLITS_OF[field] if (path / name).is_dir()), path)
 
 
-def _require_own_files(section: SourceSection, field: str) -> None:
-    """Raises DataError if a saved data set names files outside its folder, which `datasets` would read."""
-    folder = local_path(section.path)
-    for state in (path for path in (folder / "state.json", *folder.glob("*/state.json")) if path.is_file()):
-        try:
-            named = [str(entry["filename"]) for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
-        except (ValueError, KeyError, TypeError, OSError):  # `datasets` says better what is wrong with it
-            continue
-        if led_out := [name for name in named if Path(name).name != name]:
-            raise DataError(
-                f"{field}: {str(state)!r} names {led_out[0]!r}, which is not in its folder; save the data set again"
-            )
-
-
 def _saved_shards(section: SourceSection, field: str) -> tuple[list[Shard], datasets.Dataset]:
     import datasets
 
-    _require_own_files(section, field)
     try:
         table = datasets.load_from_disk(str(local_path(section.path)))
     except IndexError as error:  # saved without a row, it has no file

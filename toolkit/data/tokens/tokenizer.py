@@ -25,8 +25,7 @@ from toolkit.data.rows.readers import read
 from toolkit.data.rows.sources import identify_rows, map_of, open_source
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.templates.templates import MARKERS, use_template
-from toolkit.data.tokens.hub_code import require_no_stored_hub_code
-from toolkit.errors import BadInputError, first_line, in_words
+from toolkit.errors import BadInputError, in_words
 from toolkit.paths import require_folder
 from toolkit.recipe.schema import DataSection, ModelSection, NewToken
 from toolkit.terminal import Pass, Terminal
@@ -112,29 +111,14 @@ def _load(model: ModelSection, data: DataSection, objective: str) -> PreTrainedT
     require_folder(name, field)
     # model.revision belongs to the model's own repository; a tokenizer from another one has none.
     revision = None if model.tokenizer else model.revision
-    require_no_stored_hub_code(name, revision, field)  # transformers may read it to find the tokenizer's class
     try:
-        found = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
-        require_settings(found)
-        return found
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # transformers and tokenizers raise a great many kinds about a broken file
-        if type(error).__name__.startswith("StrictDataclass"):  # of the configuration, by which the class is found
-            told = f"config.json of {name!r} cannot be used: {first_line(error)}"
-            raise BadInputError(f"{field}: {told}. Correct it, or name another model") from error
         kind = "tokenizer" if model.tokenizer else "model"
         raise hub_error(error, field, name, kind, revision) or BadInputError(
             f"{field}: no tokenizer can be loaded from {name!r}: {in_words(error)}. Correct its tokenizer.json, "
             "tokenizer_config.json or config.json, download them again, or name another one"
         ) from error
-
-
-def require_settings(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError for settings of tokenizer_config.json that transformers takes unseen, and fails over later."""
-    length, template = tokenizer.model_max_length, tokenizer.chat_template
-    if not isinstance(length, int | float):
-        raise ValueError(f"model_max_length is {length!r}, and needs to be a number")
-    if template is not None and not isinstance(template, str | dict):
-        raise ValueError(f"chat_template is {template!r}, and needs to be text")
 
 
 def train(data: DataSection, vocab_size: int, objective: str = "causal_lm") -> Path:

@@ -257,13 +257,11 @@ def tokenizer_of(place: Place, base: Place) -> PreTrainedTokenizerBase:
 
     from toolkit.data.images.images import set_source
     from toolkit.data.images.pixel_limits import CONFIGURATIONS
-    from toolkit.data.tokens.tokenizer import require_settings
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             chosen.name, trust_remote_code=False, local_files_only=not chosen.on_hub, padding_side="left"
         )
-        require_settings(tokenizer)
     except Exception as error:  # as above
         raise hub_error(error, "SOURCE", chosen.name) or BadInputError(
             f"{chosen.name!r}: no tokenizer can be loaded: {first_line(error)}"

@@ -260,7 +260,7 @@ def require_fitting(
 def require_values(
     source: str, folder: Path, model: PreTrainedModel, files: dict[str, tuple[Path, str]], allowed: Sequence[str]
 ) -> None:
-    """Checks that files hold weights: not only zeros, no whole numbers, and one value for each tied weight.
+    """Checks that files hold weights: no whole numbers, and one value for each tied weight.
 
     Args:
         files: the result of `stored_names`.
@@ -278,7 +278,6 @@ def require_values(
                 f"as in quantised models, without the scales that they need: {listed(whole)}; name the model that "
                 "they were quantised from"
             )
-        require_some_values(source, _stored_pieces(stored for name, stored in files.items() if state[name].ndim > 1))
         stored = _files_of_tensors(folder)
         for alias, name in _first_names(model).items():
             other = None if alias == name else _place_of(alias, stored, model.base_model_prefix)
@@ -291,29 +290,15 @@ def require_values(
                 )
 
 
-def require_some_values(source: str, matrices: Iterable[torch.Tensor]) -> None:
-    """Checks that a matrix is not zero; stops at the first such matrix.
-
-    Raises:
-        BadInputError: if all are zero.
-    """
-    if not any(bool(tensor.float().any()) for tensor in matrices):  # `torch.any` does not support 8-bit types
-        raise BadInputError(
-            f"model.name_or_path: every matrix in the files of {source!r} is zero, so nothing can be learned from "
-            "there; download them again, or name another model"
-        )
-
-
 PIECE_ROWS = 4096
 """Number of rows of a stored tensor that a check holds at a time."""
 
 
-def _stored_pieces(stored: Iterable[tuple[Path, str]]) -> Iterator[torch.Tensor]:
-    for path, name in stored:
-        with safe_open(path, framework="pt") as file:
-            rows = file.get_slice(name)
-            for start in range(0, rows.get_shape()[0], PIECE_ROWS):
-                yield rows[start : start + PIECE_ROWS]
+def _stored_pieces(path: Path, name: str) -> Iterator[torch.Tensor]:
+    with safe_open(path, framework="pt") as file:
+        rows = file.get_slice(name)
+        for start in range(0, rows.get_shape()[0], PIECE_ROWS):
+            yield rows[start : start + PIECE_ROWS]
 
 
 def _is_not_float(path: Path, name: str) -> bool:
@@ -336,7 +321,7 @@ def stored_dtype(folder: Path) -> torch.dtype | None:
 def _is_same(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
     """Tells whether two stored tensors of one shape hold the same numbers."""
     return first == second or all(
-        torch.equal(one, other) for one, other in zip(_stored_pieces([first]), _stored_pieces([second]), strict=False)
+        torch.equal(one, other) for one, other in zip(_stored_pieces(*first), _stored_pieces(*second), strict=False)
     )
 
 
