@@ -6,21 +6,21 @@ It reads only JSON. `toolkit.model.adapters.started_adapter` reads the weights.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from toolkit.errors import BadInputError, first_line
 from toolkit.paths import parse_json, read_foreign
-from toolkit.recipe.schema import LARGEST_ALPHA
+from toolkit.recipe.problems import problems_of
+from toolkit.recipe.schema import AdapterSection
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 PER_EXPERT = "per_expert"
 """The folder in an adapter's, with the same adapter by expert, for servers."""
-
-_ALPHA_NEEDED = f"a number greater than 0 and up to {LARGEST_ALPHA:,.0f}"
-_DROPOUT_NEEDED = "a number of at least 0 and less than 1"
 
 _FIELDS_AS_SETTINGS = ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora")
 """Fields of peft's file that become settings of the recipe."""
@@ -122,51 +122,31 @@ def started_settings(start_from: str) -> dict[str, Any]:
         BadInputError: as `started_config`, or if a field of the file has a wrong type.
     """
     config = started_config(start_from)
-    found: dict[str, Any] = {}
-    checks: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-        ("r", lambda value: type(value) is int and value >= 1, "a whole number of at least 1"),
-        ("lora_alpha", lambda value: _is_number(value) and 0 < value <= LARGEST_ALPHA, _ALPHA_NEEDED),
-        ("lora_dropout", lambda value: value is None or (_is_number(value) and 0 <= value < 1), _DROPOUT_NEEDED),
-        ("use_rslora", lambda value: type(value) is bool, "true or false"),
-        ("use_dora", lambda value: type(value) is bool, "true or false"),
-        ("modules_to_save", lambda value: value is None or _is_list_of_names(value), "null or a list of names"),
-        (
-            "target_modules",
-            lambda value: not value or isinstance(value, str) or _is_list_of_names(value),
-            "names or a pattern",
-        ),
-    )
-    for field, is_right, what in checks:
-        # What an old peft did not write was off.
-        value = config.get(field, False if field.startswith("use_") else None)
-        if not is_right(value):
-            raise BadInputError(
-                f"adapter.start_from: {start_from!r}: {field} is {json.dumps(value)} in its {CONFIG}; needs {what}"
-            )
-        found[field.removeprefix("lora_")] = value
-    del found["dropout"]  # of training, so it is the recipe's
-    found["alpha"] = float(found["alpha"])
-    found["modules_to_save"] = _modules_to_save(config)
-    targets = found.pop("target_modules")
+    # What an old peft did not write was off. The dropout is of training, so it is the recipe's.
+    found = {name: config.get(name, False) for name in ("use_rslora", "use_dora")}
+    # Null would be the recipe's default.
+    found |= {"r": config.get("r"), "alpha": config.get("lora_alpha") or 0, "modules_to_save": _modules_to_save(config)}
     # With parameters of experts among them the file has no words of ours: the recipe's are compared with the tensors.
-    if targets and not config.get("target_parameters"):
-        found["target_modules"] = targets if isinstance(targets, str) else sorted(targets)
-    return found
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
+    if (targets := config.get("target_modules")) and not config.get("target_parameters"):
+        found["target_modules"] = sorted(targets) if _is_list_of_names(targets) else targets
+    try:
+        checked = AdapterSection.model_validate({"kind": "lora", **found})
+    except ValidationError as error:
+        problems = "; ".join(problems_of(AdapterSection, error.errors()))
+        raise BadInputError(f"adapter.start_from: {start_from!r}: its {CONFIG} cannot be used: {problems}") from None
+    return {**found, "alpha": checked.alpha}
 
 
 def _is_list_of_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _modules_to_save(config: dict[str, Any]) -> list[str] | None:
-    names = sorted(config.get("modules_to_save") or [])
-    if config.get("task_type") in ("SEQ_CLS", "TOKEN_CLS"):
-        names = [name for name in names if name not in _CLASSIFIER_HEADS]
-    return names or None
+def _modules_to_save(config: dict[str, Any]) -> Any:
+    names: Any = config.get("modules_to_save") or None
+    if _is_list_of_names(names):
+        heads = _CLASSIFIER_HEADS if config.get("task_type") in ("SEQ_CLS", "TOKEN_CLS") else ()
+        names = sorted(set(names).difference(heads)) or None
+    return names
 
 
 def fill_from_file(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
