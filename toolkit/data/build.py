@@ -117,7 +117,7 @@ COLUMNS_OF_KEYS = (*FEATURES, "label", "tags", "split", "margin", "shard")
 LATER = frozenset({"group_size", "max_new_tokens", "rollout_batch_size", "scale_rewards", "mask_truncated"})
 """Fields of `ObjectiveSection` that are no part of the key of samples where they are not set."""
 
-GONE = dict.fromkeys(("router_z_coef", "router_bias_rate"))
+GONE = dict.fromkeys(("router_z_coef", "router_bias_rate", "teacher_revision"))
 """Fields that `ObjectiveSection` had, and which every key has, so that runs of before resume."""
 
 

@@ -103,7 +103,6 @@ def teacher_section(section: ObjectiveSection, student: ModelSection, mixed_prec
     """Returns the teacher as the `model` section of a recipe."""
     return ModelSection(
         name_or_path=section.teacher,
-        revision=section.teacher_revision,
         dtype=DTYPES.get(mixed_precision, student.dtype),
         attention=student.attention,
     )
@@ -178,7 +177,7 @@ def errors_of_teacher() -> Iterator[None]:
     except BadInputError as error:
         text = str(error).replace("model.name_or_path", "objective.teacher")
         text = re.sub(r",? or(, if this is intended,)? list [^;]*model\.allow_new_weights.*", "", text)  # it has none
-        raise BadInputError(text.replace("model.revision", "objective.teacher_revision")) from error
+        raise BadInputError(text) from error
 
 
 def require_same_processor(student: Images | None, teacher: Images | None) -> None:

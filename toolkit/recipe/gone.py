@@ -34,6 +34,9 @@ GONE_KEYS = {
     ),
     "objective.router_bias_rate": Gone("leave it out: objective.router_aux_coef balances experts", idle=(None, 0)),
     "objective.router_z_coef": Gone("leave it out: objective.router_aux_coef balances experts", idle=(None, 0)),
+    "objective.teacher_revision": Gone(
+        "name the folder that `hf download TEACHER --revision REVISION` prints in objective.teacher", "0.4.0"
+    ),
     "optimizer.projector_learning_rate": Gone("write learning_rates: {'*multi_modal_projector*': RATE}"),
     "optimizer.router_learning_rate": Gone("write learning_rates: {'*router*': RATE}, with the routers' name"),
     "optimizer.router_weight_decay": Gone("leave it out: matrices decay by weight_decay"),

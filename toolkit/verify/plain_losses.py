@@ -194,8 +194,6 @@ def _plain_teacher(section: ObjectiveSection, student: ModelSection, device: tor
     settings: dict[str, Any] = {"dtype": getattr(torch, student.dtype)}
     if student.attention != "auto":
         settings["attn_implementation"] = student.attention
-    config = AutoConfig.from_pretrained(section.teacher, revision=section.teacher_revision)
-    teacher: nn.Module = writer_class(config).from_pretrained(
-        section.teacher, revision=section.teacher_revision, use_safetensors=True, **settings
-    )
+    config = AutoConfig.from_pretrained(section.teacher)
+    teacher: nn.Module = writer_class(config).from_pretrained(section.teacher, use_safetensors=True, **settings)
     return teacher.float().to(device).eval()

@@ -67,7 +67,6 @@ class ObjectiveSection(Section):
         description="Learn from this model: a hub name or a folder. It must have the student's tokenizer "
         "(distillation).",
     )
-    teacher_revision: str | None = Field(None, description="Use this branch, tag or commit of the teacher on the hub.")
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] | None = Field(
         None,
         description="Choose the divergence from the teacher. forward_kl: KL(teacher || student). reverse_kl: "

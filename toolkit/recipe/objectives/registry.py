@@ -89,7 +89,7 @@ _SPECS = (
         "distillation",
         about="match the next-token probabilities of a frozen teacher",
         rows="text",
-        settings=("teacher", "teacher_revision", "divergence", "beta", "temperature", "kd_ratio"),
+        settings=("teacher", "divergence", "beta", "temperature", "kd_ratio"),
         required={"teacher": "a model's name or folder"},
         may_pad=True,
         has_teacher=True,

@@ -123,7 +123,7 @@ class Teacher(RunPart):
 
     def on_meta(self, on_meta: MetaModel) -> None:
         section, teacher = self.recipe.objective, on_meta.teacher
-        self.reads += _configuration("objective.teacher", section.teacher, section.teacher_revision, {})
+        self.reads += _configuration("objective.teacher", section.teacher, None, {})
         changed = (
             f"{RESUME}: the weights of objective.teacher, or of the model as a reference, have changed since; name the "
             f"same ones, {NEW_FOLDER}"
