@@ -158,7 +158,7 @@ def fill_from_file(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     section = dict(values)
     place = section.get("start_from")
     is_adapted = section.get("kind") == "lora"
-    if not is_adapted or not isinstance(place, str) or "\0" in place or not Path(place).expanduser().is_dir():
+    if not is_adapted or not isinstance(place, str) or not Path(place).expanduser().is_dir():
         return section, []
     try:
         decided = started_settings(place)

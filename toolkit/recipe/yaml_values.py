@@ -18,9 +18,6 @@ NOT_YAML = (yaml.YAMLError, UnicodeDecodeError, TypeError, ValueError, Recursion
 YAML_HINT = "Use UTF-8, spaces and no tabs, each key once, and quotes around text with signs such as : # * ! { ["
 """How to fix it."""
 
-MOST_VALUES = 1_000_000
-"""Of one text. Nine lines of aliases can stand for more values than a machine holds."""
-
 _TAG = "tag:yaml.org,2002:"
 _TAGS = {f"{_TAG}{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null")}
 _MERGE = f"{_TAG}merge"
@@ -87,7 +84,7 @@ def _read(text: str, kind: type[_Loader], is_override: bool) -> Any:
             _require_all_read(text, node)
         if node is None:
             return None
-        _Check(loader).visit(node, ())
+        _Check(loader).visit(node)
         return _unshared(loader.construct_document(node))
     finally:
         loader.dispose()
@@ -133,28 +130,23 @@ def _error(node: yaml.Node, problem: str) -> AmbiguousError:
 
 
 class _Check:
-    """Refuses what would not be read as it is written. Follows aliases, and counts what they stand for."""
+    """Refuses what would not be read as it is written."""
 
     def __init__(self, loader: _Loader) -> None:
-        self._loader, self._values = loader, 0
+        self._loader = loader
 
-    def visit(self, node: yaml.Node, above: tuple[yaml.Node, ...]) -> None:
-        self._values += 1
-        if self._values > MOST_VALUES:
-            raise _error(node, f"its aliases stand for more than {MOST_VALUES:,} values; write fewer")
-        if any(node is other for other in above):
-            raise _error(node, "an alias is inside the value that it names; write the values out")
+    def visit(self, node: yaml.Node) -> None:
         if node.tag not in _TAGS:
             raise _error(node, f"the tag {node.tag.replace(_TAG, '!!')} is not read; remove it")
         if isinstance(node, yaml.MappingNode):
             self._require_unique(node)
             for key, value in node.value:
                 if key.tag != _MERGE:
-                    self.visit(key, (*above, node))
-                self.visit(value, (*above, node))
+                    self.visit(key)
+                self.visit(value)
         elif isinstance(node, yaml.SequenceNode):
             for item in node.value:
-                self.visit(item, (*above, node))
+                self.visit(item)
         else:
             self._require_as_written(node)
 

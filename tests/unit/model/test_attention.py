@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.cases import cases
 from support.tiny import llama
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import PretrainedConfig
 from transformers.utils import import_utils
 
 from toolkit.errors import BadInputError
@@ -33,7 +30,6 @@ def settle(model: Any, device: torch.device, asked: str = "auto", in_16_bits: bo
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(major: int, *installed: int) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
-        monkeypatch.setattr(attention, "sdpa_kernel", lambda *_: "CUDNN_ATTENTION")
         for version in (2, 3):
             found = version in installed
             monkeypatch.setattr(import_utils, f"is_flash_attn_{version}_available", lambda found=found: found)
@@ -63,16 +59,16 @@ def test_where_it_is_refused_the_run_keeps_what_it_has(machine: Any) -> None:
     machine(9, 3)  # which transformers does not find here
     model: Any = llama("sdpa")
     found = settle(model, GPU)
-    assert found.startswith("sdpa by CUDNN_ATTENTION (flash_attention_3 refused: ")
+    assert found.startswith("sdpa (flash_attention_3 refused: ")
 
 
 @pytest.mark.parametrize(
     ("asked", "device", "in_16_bits", "expected"),
     [
         ("auto", "cpu", True, "sdpa_by_document (no GPU)"),
-        ("auto", "cuda", False, "sdpa by CUDNN_ATTENTION (float32 compute: flash attention takes 16 bits)"),
-        ("auto", "cuda", True, f"sdpa by CUDNN_ATTENTION ({attention.NOT_INSTALLED})"),
-        ("sdpa", "cuda", True, "sdpa by CUDNN_ATTENTION (model.attention)"),
+        ("auto", "cuda", False, "sdpa (float32 compute: flash attention takes 16 bits)"),
+        ("auto", "cuda", True, f"sdpa ({attention.NOT_INSTALLED})"),
+        ("sdpa", "cuda", True, "sdpa (model.attention)"),
     ],
 )
 def test_sdpa_otherwise(machine: Any, asked: str, device: str, in_16_bits: bool, expected: str) -> None:
@@ -123,13 +119,3 @@ def test_rows_that_share_a_sample_are_one_row_for_flash_kernels_whatever_their_n
     assert ("cu_seq_lens_q" in inputs) is is_flash
     if is_flash:
         assert inputs["cu_seq_lens_q"].tolist() == [0, 4, 8, 12, 16]
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_the_kernel_is_the_one_that_torch_takes(packed: bool) -> None:
-    model: Any = llama("sdpa")
-    for kernel in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
-        with sdpa_kernel(kernel):
-            assert attention.sdpa_kernel(model, torch.device("cpu"), True, packed) == kernel.name
-    headless: Any = SimpleNamespace(config=PretrainedConfig())
-    assert attention.sdpa_kernel(headless, torch.device("cpu"), True, packed) is None

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.utils import import_utils
 
@@ -29,9 +28,6 @@ from toolkit.sharding.parallel.sequence_parallel import (
     rows_under_way,
     tokens_for_heads,
 )
-
-TRIED_TOKENS = 128
-"""Tokens of the row with which torch is asked for its kernel."""
 
 NOT_INSTALLED = "neither flash-attn nor flash-attn-3 is installed for this GPU"
 
@@ -129,7 +125,7 @@ def settle_attention(
         compiled: whether blocks are compiled, for one shape; documents have many.
     """
     if asked != "auto":
-        return f"{_described(model, device, in_16_bits, packed)} (model.attention)"
+        return f"{attention_of(model) or 'its own'} (model.attention)"
     wanted, why = best_flash(model, device, in_16_bits)
     if device.type == "cpu" and packed and not compiled and attention_of(model) == "sdpa":
         register_by_document()
@@ -139,37 +135,7 @@ def settle_attention(
             model.set_attn_implementation(wanted)
         except (ImportError, ValueError) as error:
             why = f"{wanted} refused: {first_line(error)}"
-    return f"{_described(model, device, in_16_bits, packed)} ({why})"
-
-
-def _described(model: PreTrainedModel, device: torch.device, in_16_bits: bool, packed: bool) -> str:
-    """Names the implementation, and for `sdpa` on a device the kernel that torch chooses."""
-    name = attention_of(model)
-    if name != "sdpa" or device.type == "cpu":
-        return name or "its own"
-    kernel = sdpa_kernel(model, device, in_16_bits, packed)
-    return name if kernel is None else f"{name} by {kernel}"
-
-
-def sdpa_kernel(model: PreTrainedModel, device: torch.device, in_16_bits: bool, packed: bool) -> str | None:
-    """Returns the kernel that torch's attention takes for rows of this model, by its name in `SDPBackend`.
-
-    On capability 9.0 torch 2.14 takes cuDNN's, which has a workspace of its own.
-    None if the configuration names no heads, or torch no kernel for the device.
-    """
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):
-        return None
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    dtype = torch.bfloat16 if in_16_bits else torch.float32
-    rows = torch.empty((1, heads, TRIED_TOKENS, width), dtype=dtype, device=device, requires_grad=True)
-    shape = (1, 1, TRIED_TOKENS, TRIED_TOKENS)
-    mask = torch.ones(shape, dtype=torch.bool, device=device) if packed else None
-    try:
-        return SDPBackend(torch._fused_sdp_choice(rows, rows, rows, attn_mask=mask, is_causal=not packed)).name
-    except (RuntimeError, ValueError):  # a device that does not say, or a kernel without a name: the run goes on
-        return None
+    return f"{attention_of(model) or 'its own'} ({why})"
 
 
 def best_flash(model: PreTrainedModel, device: torch.device, in_16_bits: bool) -> tuple[str | None, str]:

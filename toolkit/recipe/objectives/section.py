@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -20,24 +20,11 @@ TemplateName = Literal["chatml", "alpaca"]
 TEMPLATE_NAMES: tuple[str, ...] = get_args(TemplateName)
 """The chat templates that come with the toolkit."""
 
-MOST = 2**53
-"""The largest count: ranks exchange counts as floats, which skip whole numbers above it."""
-
 
 class Section(BaseModel):
     """The base of every section. Unknown keys and values of another type are errors; instances are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_impossible(cls, value: Any) -> Any:
-        """Refuses values that no setting can have, before a library fails on them."""
-        if isinstance(value, str) and "\0" in value:
-            raise PydanticCustomError("impossible", "it holds a NUL character; remove it")
-        if isinstance(value, int) and abs(value) > MOST:
-            raise PydanticCustomError("impossible", "it is larger than any machine counts; lower it")
-        return value
 
 
 FUNCTION = re.compile(r"([A-Za-z_]\w*(\.[A-Za-z_]\w*)*|[^\n]*\.py):[A-Za-z_]\w*")
