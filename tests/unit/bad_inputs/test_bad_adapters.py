@@ -85,7 +85,6 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
         [],
         "has base_model.model.lm_head.weight, which",
     ),
-    "not a number": (changed(lambda t: t[B].fill_(float("nan"))), [], f"{B} holds values that are not finite"),
     "stored as integers": (
         changed(lambda t: t.update({B: t[B].to(torch.int8)})),
         [],

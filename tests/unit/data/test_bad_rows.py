@@ -175,8 +175,6 @@ LINES: dict[str, tuple[bytes, str]] = {
 
 ROWS: dict[str, list[tuple[str, Any, str]]] = TABLES["ROWS"]
 ROWS["chat"] += [
-    ("call deep", calls({"name": "f", "arguments": nested(300)}), "tool_calls nested more than 100 levels deep"),
-    ("tools deep", chat(ASKED, ANSWERED, tools=[nested(300)]), "tools nested more than 100 levels deep"),
     ("tools nested beyond measure", chat(ASKED, ANSWERED, tools="[" * 10_000), "tools is not JSON"),
 ]
 

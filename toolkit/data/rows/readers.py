@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 import fsspec
 
 from toolkit.data.rows.hub_refusals import DATA_SET, hub_error
-from toolkit.data.rows.values import RowProblem, listed
+from toolkit.data.rows.values import RowProblem, listed, type_of
 from toolkit.errors import BadInputError, DataError, ToolkitError, first_line
 from toolkit.user_function import UserFunction, seeded_by, shown
 
@@ -170,12 +170,7 @@ def row_of_line(line: bytes, at_start: bool) -> Row:
 
 
 def _as_row(value: Any) -> Row:
-    return value if isinstance(value, dict) else RowProblem(f"{_json_type(value)}, not a JSON object")
-
-
-def _json_type(value: Any) -> str:
-    names = {list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+    return value if isinstance(value, dict) else RowProblem(f"{type_of(value)}, not a JSON object")
 
 
 def _read_list(shard: Shard) -> Iterator[Row]:

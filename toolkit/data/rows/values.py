@@ -7,9 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-MAX_LEVELS = 100
-"""Deepest nesting of a row's tools and calls; templates and Python's JSON fail at some hundreds."""
-
 
 class RowProblem(ValueError):  # noqa: N818 (a row's fate, not a failure of the program)
     """Why a row cannot be trained on.
@@ -131,19 +128,17 @@ def key_shown(name: Any) -> str:
     return text if len(text) <= KEY_CHARACTERS else f"{text[: KEY_CHARACTERS - 3]}..."
 
 
-def writable(value: Any, what: str, levels: int = MAX_LEVELS) -> None:
-    """Checks that a template can write a value, and its text can be encoded.
+def writable(value: Any, what: str) -> None:
+    """Checks that the text in a value can be encoded.
 
     Raises:
         RowProblem: if not.
     """
-    if levels == 0:
-        raise RowProblem(f"{what} nested more than {MAX_LEVELS} levels deep")
     if isinstance(value, str):
         encodable(value, what)
     elif isinstance(value, dict | list):
         for item in [*value, *value.values()] if isinstance(value, dict) else value:
-            writable(item, what, levels - 1)
+            writable(item, what)
 
 
 def type_of(value: Any) -> str:

@@ -85,16 +85,15 @@ class StartedAdapter:
             return {name: list(each.get_shape()) for name, each in stored.items()}
 
     def require_usable(self, model: ModelSection, base: Path, fingerprint: str | None) -> None:
-        """Checks the values and the base, and sets `other_base`. Collective.
+        """Checks the base, and sets `other_base`. Collective.
 
         Args:
             base: folder of the base.
             fingerprint: that of its weights.
 
         Raises:
-            BadInputError: if values are not finite, or the adapter's folder tells of another base.
+            BadInputError: if the adapter's folder tells of another base.
         """
-        ranks.on_first_rank(self._require_finite)
         is_told, other = ranks.on_first_rank(lambda: self._compared_base(base, fingerprint))
         if other is not None:
             raise BadInputError(
@@ -106,12 +105,6 @@ class StartedAdapter:
         if not is_told and named and not _is_same(str(named), str(model.name_or_path)):
             here = source_name(str(model.name_or_path))
             self.other_base = f"its file names the base {source_name(str(named))}, and this run trains on {here}"
-
-    def _require_finite(self) -> None:
-        with self._readable(), safe_open(self.folder / WEIGHTS, framework="pt") as file:
-            for name in self._files.values():
-                if not bool(file.get_tensor(name).isfinite().all()):
-                    raise BadInputError(f"{self._place}: {name} holds values that are not finite; name another adapter")
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
