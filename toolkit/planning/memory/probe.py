@@ -33,7 +33,7 @@ from toolkit.planning.memory.fake import (
     tree_map_only,
 )
 from toolkit.planning.memory.known import known_batch
-from toolkit.planning.memory.recurrence import few_tokens
+from toolkit.planning.memory.recurrence import few_products
 from toolkit.planning.workload.unit_shapes import head_unit
 from toolkit.planning.workload.workload import Workload
 from toolkit.sharding.apply import PRECISIONS, precision_policies
@@ -161,7 +161,7 @@ class Prober:
             stack.enter_context(host_copies(run.ledger))
             stack.enter_context(self._with_checkpoints(checkpointing))
             stack.enter_context(one_for_all_alike(run.count_as))
-            stack.enter_context(few_tokens(self._model, run.ledger))
+            stack.enter_context(few_products(self._model))
             run.start()
             batch = known_batch(stack, self._workload.batch(micro_batch_size), self._objective)
             buffers = run.see_inputs(batch)
