@@ -68,6 +68,7 @@ class Objective(ABC):
         unit: what it counts: `targets` (tokens), `rows` or `pairs`.
         figures: names of the metrics besides the loss in a training record, as means over the counted units.
         apart: whether completions that are compared have rows of their own.
+        pads: whether rows may be padded; if not, a micro-batch is one row, whose padding is cut off.
         needs_references: whether the reference's log-probabilities must come with each batch.
         needs_documents: whether the loss needs `by_document`, so that ranks that share rows exchange it.
         needs_whole_steps: whether the losses share `window_sums`.
@@ -77,6 +78,7 @@ class Objective(ABC):
 
     unit: str = "targets"
     apart: bool = False
+    pads: bool = True
     needs_documents: bool = False
     needs_whole_steps: bool = False
     teacher: FrozenModel | None = None

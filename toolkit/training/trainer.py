@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from toolkit import ranks
+from toolkit.data.samples.documents_apart import without_padding
 from toolkit.data.samples.loader import ahead, with_next
 from toolkit.data.samples.samples import Batch
 from toolkit.errors import BadInputError, OwnCodeError, StoppedError, TrainingError
@@ -259,7 +260,8 @@ class Trainer:
     def _in_phase(self, batches: Iterable[Batch], phase: Phase) -> Iterator[Batch]:
         for batch in batches:
             self.enter_phase(phase)
-            yield _on_device(self.objective.on_host(batch), self.accelerator.device)
+            whole = batch if self.objective.pads else without_padding(batch)
+            yield _on_device(self.objective.on_host(whole), self.accelerator.device)
 
     def _step_optimizer(self, grad_norm: float) -> bool:
         """Steps the optimizer unless the gradient is not finite. Returns whether the step was skipped.

@@ -15,9 +15,8 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from toolkit.errors import BadInputError
 from toolkit.model.routers import find_routers, own_coefficient
-from toolkit.objectives.losses.balance import ROWS, Balance, build_balance, experts_fact
+from toolkit.objectives.losses.balance import Balance, build_balance, experts_fact
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
-from toolkit.run.checks.padding_check import rows_without_padding
 from toolkit.training.usage import model_flops
 
 
@@ -65,22 +64,16 @@ def test_the_recorded_loss_is_the_one_that_is_minimised() -> None:
     assert balance.loads()[1] == pytest.approx(expected / sum(int(batch["lengths"].sum()) for batch in batches))
 
 
-def counted(model: Any, balance: Balance, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    balance.begin(int(batch["lengths"].sum()), 1.0)
-    with balance.observing(batch):
-        for row in batch.get(ROWS, [batch]):
-            model(input_ids=row["input_ids"], use_cache=False)
-    balance.exchange()
-    return torch.tensor(balance.loads()[0])
-
-
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_choices_of_real_tokens_are_counted_and_padding_is_not(kind: str) -> None:
-    """Padding is routed, too, and counts for nothing. Rows that run one by one have none."""
+    """Padding is routed, too, and counts for nothing."""
     model, batch = mixture(kind), micro_batches(1)[0]
-    found = counted(model, Balance(find_routers(model)), batch)
-    rows: Any = {**batch, ROWS: rows_without_padding(batch)}
-    assert torch.equal(counted(model, Balance(find_routers(model)), rows), found)
+    balance = Balance(find_routers(model))
+    balance.begin(int(batch["lengths"].sum()), 1.0)
+    with balance.observing(batch):
+        model(input_ids=batch["input_ids"], use_cache=False)
+    balance.exchange()
+    found = torch.tensor(balance.loads()[0])
     routed = model.model(input_ids=batch["input_ids"], output_router_logits=True, use_cache=False).router_logits
     real = (torch.arange(12) < batch["lengths"][:, None]).flatten()
     for layer, logits in enumerate(routed):

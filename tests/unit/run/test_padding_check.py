@@ -1,11 +1,10 @@
-"""Models in which padding changes a row: their rows run alone, and completions of a pair get rows of their own."""
+"""Models in which padding changes a row: a micro-batch is one row, and completions of a pair get rows of their own."""
 
 from __future__ import annotations
 
 import functools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BartConfig
 from transformers import BartForSequenceClassification as Bart
 
-from toolkit.data.samples.documents_apart import documents_apart
+from toolkit.data.samples.documents_apart import documents_apart, rows_without_padding, without_padding
 from toolkit.data.samples.packing import whole
 from toolkit.data.samples.samples import IGNORED, Batch, TextSamples, sample_of, segments_of, stack
 from toolkit.errors import BadInputError
@@ -30,8 +29,7 @@ from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.run.checks import padding_check
-from toolkit.run.checks.by_block_check import Accumulated
-from toolkit.run.checks.padding_check import RowsAlone, changed_by_padding, rows_without_padding
+from toolkit.run.checks.padding_check import changed_by_padding
 
 LENGTHS = (5, 11, 8)
 CPU = torch.device("cpu")
@@ -73,7 +71,7 @@ def classifier(kind: str) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "changes"), [("bert", False), ("fnet", True), ("xlnet", True), ("llama", False)])
-def test_rows_that_padding_changes_run_alone(kind: str, changes: bool) -> None:
+def test_padding_that_changes_rows_is_found_and_cut_off(kind: str, changes: bool) -> None:
     model = classifier(kind)
     inner = SequenceClassification(model, 2)
     told = changed_by_padding(model, inner, Labelled(), CPU, False)  # type: ignore[arg-type]
@@ -82,17 +80,12 @@ def test_rows_that_padding_changes_run_alone(kind: str, changes: bool) -> None:
         assert "padding changes the logits of a row by" in told
         assert type(model).__name__ in told
     assert model.training
-    batch = Labelled().batch([0, 1, 2], fill=True)
-    losses = [F.cross_entropy(model(row[None]).logits, batch["labels"][i : i + 1]) for i, row in enumerate(rows())]
-    expected = torch.stack(losses).sum()
-    objective = RowsAlone(inner) if changes else inner
-    found = objective.loss_sum(model, batch)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
-    logits = torch.cat([model(row[None]).logits for row in rows()])
-    torch.testing.assert_close(objective.logits(model, batch)[:3], logits, rtol=1e-4, atol=1e-5)
-    sums = objective.evaluation_sums(model, batch)
-    assert sums[0].item() == pytest.approx(expected.item(), rel=1e-5)
-    assert objective.evaluation_record(sums.tolist())["samples"] == 3
+    for number, row in enumerate(rows()):
+        batch = Labelled().batch([number])
+        batch |= {name: F.pad(batch[name], (0, 3)) for name in ("input_ids", "attention_mask")}
+        expected = F.cross_entropy(model(row[None]).logits, batch["labels"])
+        found = inner.loss_sum(model, without_padding(batch) if changes else batch)
+        assert found.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("mixes", [False, True])
@@ -145,34 +138,35 @@ def test_rows_of_sources_and_targets_are_cut_each_to_its_own_length() -> None:
     assert second["labels"].tolist() == [[3, 4]]
 
 
-def test_by_block_needs_a_row_for_each_micro_batch() -> None:
-    recipe: Any = SimpleNamespace(training=SimpleNamespace(micro_batch_size=2))
-    opened: Any = SimpleNamespace(recipe=recipe, plugin=SimpleNamespace(unit_plan=object()), reads=[], facts={})
-    planned, sharded = SimpleNamespace(by_block=True), SimpleNamespace(alone="padding changes it")
-    built: Any = SimpleNamespace(planned=planned, sharded=sharded)
-    with pytest.raises(BadInputError, match=r"by_block runs a forward.*padding changes it.*micro_batch_size=1"):
-        Accumulated(opened, ()).check(built)
+def test_a_row_that_only_fills_up_keeps_a_token_and_what_is_of_no_token_stays() -> None:
+    batch = Labelled().batch([0], fill=True)
+    filler = {name: value[1:] for name, value in batch.items()} | {"labels": torch.ones(1, 3), "window": torch.ones(2)}
+    found = without_padding(filler)
+    assert found["input_ids"].tolist() == [[7]]
+    assert (found["labels"].shape, found["window"].shape) == ((1, 3), (2,))
+
+
+def values_of(place: Path, strategy: str, size: int) -> dict[str, Any]:
+    values = recipe_values(place / "fnet", place / "classes.jsonl", place / strategy, place / "cache")
+    values["objective"] = {"kind": "sequence_classification"}
+    values["sharding"] = {"strategy": strategy}
+    values["optimizer"] = {"learning_rate": 10.0, "beta1": 0.0, "beta2": 0.0, "eps": 100.0, "weight_decay": 0.0}
+    values["schedule"] = {"kind": "constant"}
+    values["training"] |= {"max_steps": 2, "micro_batch_size": size, "max_grad_norm": None}
+    values["training"]["gradient_accumulation_steps"] = 4 // size
+    return values
 
 
 def trained(folder: str, strategy: str) -> dict[str, Any]:
     from toolkit import finetune as run
     from toolkit.recipe.recipe import Recipe
 
-    place = Path(folder)
-    values = recipe_values(place / "fnet", place / "classes.jsonl", place / strategy, place / "cache")
-    values["objective"] = {"kind": "sequence_classification"}
-    values["sharding"] = {"strategy": strategy}
-    values["optimizer"] = {"learning_rate": 10.0, "beta1": 0.0, "beta2": 0.0, "eps": 100.0, "weight_decay": 0.0}
-    values["schedule"] = {"kind": "constant"}
-    values["training"] |= {"max_steps": 2, "micro_batch_size": 2, "max_grad_norm": None}
-    values["training"]["gradient_accumulation_steps"] = 2
-    result = run(Recipe.from_mapping(values))
+    result = run(Recipe.from_mapping(values_of(Path(folder), strategy, 1)))
     return {"losses": [record["loss"] for record in result.metrics if "learning_rate" in record]}
 
 
 @pytest.mark.slow
-def test_ranks_run_a_forward_for_each_row_and_step_as_a_plain_loop(tmp_path: Path) -> None:
-    """Several forwards before a backward, under DDP and FSDP2."""
+def test_ranks_step_as_a_plain_loop_of_rows(tmp_path: Path) -> None:
     texts = [
         " ".join(["a", "king", "and", "a", "queen", "walked", "by", "the", "river"][: 2 + i % 7]) for i in range(8)
     ]
@@ -197,11 +191,16 @@ def test_ranks_run_a_forward_for_each_row_and_step_as_a_plain_loop(tmp_path: Pat
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
+    (tmp_path / "padded.yaml").write_text(json.dumps(values_of(tmp_path, "ddp", 2)))
+    told = finetune(str(tmp_path / "padded.yaml"), "--dry-run")
+    named = r"training.micro_batch_size: 2 rows would be padded, and padding changes the logits of a row by"
+    assert told.problems(named) == [], told.told
+    assert "set training.micro_batch_size=1, which pads none, and training.gradient_accumulation_steps=4" in told.told
     for strategy in ("ddp", "zero3"):
         for found in run_on_ranks(trained, 2, str(tmp_path), strategy):
             assert found["losses"] == pytest.approx(expected, rel=1e-5), strategy
-        told = (tmp_path / strategy / "report.html").read_text()
-        assert "rows of a micro-batch run one after another: padding changes the logits of a row" in told
+        report = (tmp_path / strategy / "report.html").read_text()
+        assert "a micro-batch is one row: padding changes the logits of a row" in report
 
 
 def pairs(count: int) -> tuple[Batch, list[tuple[list[int], list[bool]]]]:

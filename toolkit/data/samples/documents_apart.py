@@ -1,4 +1,4 @@
-"""Puts documents that share rows into rows of their own, for models that cannot keep them apart."""
+"""Puts documents that share rows into rows of their own, and cuts off padding, for models that mix up what is apart."""
 
 from __future__ import annotations
 
@@ -51,3 +51,23 @@ def _numbers_of_documents(batch: Batch) -> torch.Tensor:
     numbers = torch.where(segments >= number, segments + 1, segments)
     numbers[0, end:] = number
     return numbers
+
+
+OF_TARGETS = ("labels", "decoder_input_ids")
+"""Tensors of a seq2seq batch, (B, T), that are as long as the targets; the others are as long as the sources."""
+
+
+def without_padding(row: Batch) -> Batch:
+    """Returns a micro-batch of one row, still on the host, without the padding after it."""
+    width, length = row["input_ids"].shape[1], int(row["lengths"][0])
+    sizes = {name: length for name, tensor in row.items() if tensor.dim() > 1 and tensor.shape[1] == width}
+    if "target_lengths" in row:
+        sizes |= {name: int(row["target_lengths"][0]) for name in OF_TARGETS if name in row}
+    # At least one token: a row that only fills up a held-out batch has length 0.
+    return row | {name: row[name][:, : max(1, size)] for name, size in sizes.items()}
+
+
+def rows_without_padding(batch: Batch) -> list[Batch]:
+    """Returns each row of a padded batch, still on the host, as a batch (1, T) of its own length."""
+    numbers = range(len(batch["lengths"]))
+    return [without_padding({name: each[number : number + 1] for name, each in batch.items()}) for number in numbers]

@@ -28,15 +28,12 @@ from toolkit.model.routers import Router, find_routers, has_experts, own_coeffic
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.sharding.parallel.expert_parallel import expert_placement
 
-ROWS = "rows_alone"
-"""Key of a batch's rows, each a batch of its own, if they run one by one and without padding."""
-
 
 class _MicroBatch:
-    """One forward of this rank, or several, if its rows run one by one.
+    """One forward of this rank.
 
     Attributes:
-        real: 1 for tokens, 0 for padding, (tokens,); one 1 if there is no padding.
+        real: 1 for tokens, 0 for padding, (tokens,).
         loads: each router's choices per token, over everything counted, (experts,); known in backward.
     """
 
@@ -164,13 +161,13 @@ class Balance:
             RuntimeError: if the router sees another number of tokens than the micro-batch has.
         """
         logits, chosen = self.routers[number].logits(output), self.routers[number].chosen(output)
-        if len(one.real) not in (1, len(logits)):
+        if len(one.real) != len(logits):
             raise RuntimeError(
                 f"{self.routers[number].path} routes {len(logits)} tokens of a micro-batch of {len(one.real)}; set "
                 "objective.router_aux_coef=0"
             )
         with torch.no_grad():
-            weight = one.real.to(torch.float64).expand(len(logits))
+            weight = one.real.to(torch.float64)
             probabilities = self.probabilities(number, logits.detach().float())
             choices = weight.new_zeros(logits.shape[-1])
             choices.index_add_(0, chosen.flatten(), weight.repeat_interleave(chosen.shape[1]))
@@ -260,8 +257,8 @@ class _WithGradient(torch.autograd.Function):
 def _real_tokens(batch: Batch) -> torch.Tensor:
     """Returns 1 for each token and 0 for padding, (tokens,), in the order of the batch."""
     ids = batch["input_ids"]
-    if ROWS in batch or "lengths" not in batch:
-        return torch.ones(1 if ROWS in batch else ids.numel(), device=ids.device)
+    if "lengths" not in batch:
+        return torch.ones(ids.numel(), device=ids.device)
     return (torch.arange(ids.shape[-1], device=ids.device) < batch["lengths"].to(ids.device)[:, None]).flatten().float()
 
 

@@ -35,11 +35,6 @@ class Accumulated(RunPart):
             return
         sharded, unit_plan = run.sharded, self.opened.plugin.unit_plan
         assert unit_plan is not None  # strategies that have none are refused
-        if sharded.alone is not None and self.recipe.training.micro_batch_size > 1:
-            raise BadInputError(
-                f"sharding.accumulate: by_block runs a forward for each micro-batch, and {sharded.alone}, so that each "
-                "row needs its own; set training.micro_batch_size=1, or sharding.accumulate=by_micro_batch"
-            )
         sharded.by_block = by_block = ByBlock(run.model, unit_plan)
         check_forwards(run.model, by_block, self.opened.device, self.opened.in_16_bits)
         self.facts["accumulate"] = "by block: a step gathers each unit twice and reduces it once"

@@ -6,22 +6,18 @@ take the end of the padding for the end of the row.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from toolkit.data.report import DataReport
-from toolkit.data.samples.documents_apart import FILLING, documents_apart
+from toolkit.data.samples.documents_apart import FILLING, documents_apart, rows_without_padding
 from toolkit.data.samples.samples import Batch, Samples
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.full_attention import attends_in_full
 from toolkit.model.attention.positions import rotary_limit
-from toolkit.objectives.losses.balance import ROWS
-from toolkit.objectives.objective import Ingredients, Objective
+from toolkit.objectives.objective import Objective
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.checks.comparison import ROUNDED, Numbers, compared, logits_of, refused
 from toolkit.run.stages.part import RunPart
@@ -40,25 +36,26 @@ FEW_TOKENS = 64
 
 
 class PaddedRows(RunPart):
-    """Rows of a model in which padding changes a row run one after another."""
+    """Rows of a model in which padding changes a row have none, each in a micro-batch of its own."""
 
     def check(self, run: BuiltRun) -> None:
-        objective, why = run.objective, _check_padding(run)
+        why, training = _check_padding(run), self.recipe.training
         if why is None:
             if (told := changed_by_longer_rows(run.inner, self.recipe, run.data.report)) is not None:
                 self.opened.console.warn(told)
             return
-        if objective.needs_whole_steps:
+        if (size := training.micro_batch_size) > 1:
+            samples = size * training.gradient_accumulation_steps
             raise BadInputError(
-                f"objective.loss: returns a count of its own, which needs padded rows ({why}); return len(labels), "
-                "or num_rows"
+                f"training.micro_batch_size: {size} rows would be padded, and {why}; set training.micro_batch_size=1, "
+                f"which pads none, and training.gradient_accumulation_steps={samples} for the same steps"
             )
-        run.sharded.objective, run.sharded.alone = RowsAlone(objective), why
-        self.facts["padding"] = f"none, the rows of a micro-batch run one after another: {why}"
+        run.objective.pads = False
+        self.facts["padding"] = f"none, a micro-batch is one row: {why}"
 
 
 def _check_padding(run: BuiltRun) -> str | None:
-    """Returns why rows must run one after another without padding, or None if padding changes nothing. Collective.
+    """Returns why rows must have no padding, or None if padding changes nothing. Collective.
 
     Raises:
         BadInputError: if padding changes rows, and the recipe needs padded rows.
@@ -135,7 +132,7 @@ def changed_by_padding(
 
 def _short_and_long(samples: Samples) -> Batch:
     """Returns the shortest and the longest of the first samples, with all their completions if these are compared."""
-    numbers: Any = range(min(SAMPLES, len(samples)))
+    numbers = range(min(SAMPLES, len(samples)))
     lengths = [int(samples.batch([number])["lengths"][0]) for number in numbers]
     return samples.batch([lengths.index(min(lengths)), lengths.index(max(lengths))])
 
@@ -156,87 +153,3 @@ def _shortened(rows: list[Batch], most: int) -> tuple[list[Batch], Batch]:
 def _finite(logits: torch.Tensor) -> torch.Tensor:
     """Returns logits (B, T, V) or (B, C) as float32, zeros if some are not finite, which the first step reports."""
     return logits.float() if bool(logits.isfinite().all()) else torch.zeros_like(logits, dtype=torch.float32)
-
-
-# ---- Runs the rows of a micro-batch one by one, without padding, for models in which padding changes a row ----
-
-OF_TARGETS = ("labels", "decoder_input_ids")
-"""Tensors of a seq2seq batch, (B, T), that are as long as the targets; the others are as long as the sources."""
-
-
-class RowsAlone(Objective):
-    """Runs a padding objective on a model that must not see padding, with one forward for each row.
-
-    Attributes:
-        inner: the objective.
-    """
-
-    def __init__(self, inner: Objective) -> None:
-        self.inner = inner
-        self.unit = inner.unit
-
-    @classmethod
-    def build(cls, of: Ingredients) -> Objective:
-        raise NotImplementedError("made around an objective that is there")
-
-    @property
-    def figures(self) -> tuple[str, ...]:
-        return self.inner.figures
-
-    def count_targets(self, batch: Batch) -> int:
-        return self.inner.count_targets(batch)
-
-    def on_host(self, batch: Batch) -> dict[str, Any]:
-        """Adds the batch's rows, each prepared by the inner objective."""
-        return {**batch, ROWS: [self.inner.on_host(row) for row in rows_without_padding(batch)]}
-
-    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Returns logits (B, C) of rows, or (B, T, C) of tokens, with 0 after each row."""
-        found = [self.inner.logits(model, row) for row in self._rows(batch)]
-        if found[0].dim() == 2:
-            return torch.cat(found)
-        longest = max(logits.shape[1] for logits in found)
-        return torch.cat([F.pad(logits, (0, 0, 0, longest - logits.shape[1])) for logits in found])
-
-    def predictions(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, labels = zip(*(self.inner.predictions(model, row) for row in self._rows(batch)), strict=True)
-        return torch.cat(logits), torch.cat(labels)
-
-    def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        losses, figures = zip(*(self.inner.training_sums(model, row) for row in self._rows(batch)), strict=True)
-        return torch.stack(losses).sum(), torch.stack(figures).sum(dim=0)
-
-    def training_record(self, means: list[float]) -> dict[str, Any]:
-        return self.inner.training_record(means)
-
-    def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        return torch.stack([self.inner.evaluation_sums(model, row) for row in self._rows(batch)]).sum(dim=0)
-
-    def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
-        return self.inner.evaluation_record(sums)
-
-    def decoder_inputs(self, labels: torch.Tensor) -> torch.Tensor:
-        return self.inner.decoder_inputs(labels)
-
-    def uniform_guess(self, model: nn.Module, class_weights: object) -> tuple[int, str] | None:
-        return self.inner.uniform_guess(model, class_weights)
-
-    def check_head_loss(self, model: nn.Module, device: torch.device, in_16_bits: bool) -> str | None:
-        """Checks as the inner objective does; a few tokens are one row."""
-        return self.inner.check_head_loss(model, device, in_16_bits)
-
-    def _rows(self, batch: Any) -> list[Batch]:
-        return batch[ROWS] if ROWS in batch else self.on_host(batch)[ROWS]  # type: ignore[no-any-return]
-
-
-def rows_without_padding(batch: Batch) -> list[Batch]:
-    """Returns each row of a padded batch, still on the host, as a batch (1, T) of its own length."""
-    found = []
-    # At least one token: a row that only fills up a held-out batch has length 0.
-    for number, length in enumerate(batch["lengths"].clamp_min(1).tolist()):
-        lengths = dict.fromkeys(batch, length)
-        if "target_lengths" in batch:
-            lengths |= dict.fromkeys(OF_TARGETS, max(1, int(batch["target_lengths"][number])))
-        row = {name: tensor[number : number + 1] for name, tensor in batch.items()}
-        found.append({name: t[:, : lengths[name]] if t.dim() > 1 else t for name, t in row.items()})
-    return found

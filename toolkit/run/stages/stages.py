@@ -174,7 +174,6 @@ class ShardedModel:
         compilation: how the blocks are compiled, or None if they run eagerly.
         data: the rows, unpacked if those that share a sample saw each other and the recipe allows padding.
         padded: why rows are padded although `data.packing` is not set, or None if they are not.
-        alone: why rows run one after another without padding, or None if they are padded or packed.
         by_block: runs the micro-batches of a step by block, or None if they run one after another.
     """
 
@@ -185,7 +184,6 @@ class ShardedModel:
     objective: Objective
     data: TokenisedData
     padded: str | None = None
-    alone: str | None = None
     by_block: ByBlock | None = None
 
     @property
