@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -207,22 +206,9 @@ def read_host(path: Path) -> tuple[int, float, list[RankStatus]] | None:
     """Reads the count, the time of writing and the ranks from a host's file. Returns None if it cannot be read."""
     try:
         found: dict[str, Any] = parse_json(read_foreign(path))
-        count, written, places = found["count"], found["written"], [RankStatus(**place) for place in found["ranks"]]
-        is_typed = _are_numbers(count, written) and all(map(_is_typed, places))
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return found["count"], float(found["written"]), [RankStatus(**place) for place in found["ranks"]]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return (count, float(written), places) if is_typed else None
-
-
-def _is_typed(place: RankStatus) -> bool:
-    texts, numbers = (place.host, place.state, place.phase), (place.seconds, place.silent_seconds)
-    counts = (place.rank, place.pid, place.step, place.sequence)
-    is_typed = all(isinstance(text, str) for text in texts) and all(isinstance(count, int) for count in counts)
-    return is_typed and _are_numbers(*counts, *numbers)
-
-
-def _are_numbers(*values: Any) -> bool:
-    return all(isinstance(value, int | float) and math.isfinite(value) for value in values)
 
 
 def host_files(folder: Path) -> list[Path]:

@@ -40,9 +40,6 @@ from toolkit.training.phase import Phase
 PREFIX = "finetune-toolkit-"
 """The prefix of the folders with records, in the folder for temporary files of each host."""
 
-ABANDONED_SECONDS = 24 * 3600.0
-"""Records of killed runs are removed if nobody has watched over them for this long."""
-
 LONGEST_INTERVAL, SHORTEST_INTERVAL = 5.0, 0.2
 """Seconds between two looks: a twentieth of the limit, inside these bounds."""
 
@@ -68,9 +65,7 @@ def watched(output_dir: Path, stall_minutes: float | None) -> Iterator[Heartbeat
     shared = output_dir / FOLDER
     token = ranks.on_first_rank(lambda: _recreate_shared(shared, output_dir / STALL_FILE))
     # On a disk of the host: memory mapped from a network file system can crash the process when the network fails.
-    temporary = Path(tempfile.gettempdir())
-    clear_abandoned(temporary, time.monotonic())
-    local = temporary / f"{PREFIX}{token}"
+    local = Path(tempfile.gettempdir()) / f"{PREFIX}{token}"
     local.mkdir(mode=0o700, exist_ok=True)
     record = local / f"rank_{ranks.rank():05d}"
     memory = _map_record(record)
@@ -105,15 +100,6 @@ def _recreate_shared(shared: Path, stall_file: Path) -> str:
     stall_file.unlink(missing_ok=True)
     shared.mkdir()
     return uuid.uuid4().hex
-
-
-def clear_abandoned(temporary: Path, now: float) -> None:
-    """Removes the records of runs that were killed. `now` is in monotonic seconds."""
-    for folder in temporary.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):
-            beats = [read_heartbeat(path.read_bytes()) for path in folder.glob("rank_*")]
-            if beats and all(beat and now - beat.watched_ns / 1e9 > ABANDONED_SECONDS for beat in beats):
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _map_record(path: Path) -> mmap.mmap:

@@ -218,7 +218,6 @@ ORPHAN = """
 import sys, time
 from pathlib import Path
 from toolkit.supervise import parent_death
-parent_death.LOOK_SECONDS, parent_death.GRACE_SECONDS = 0.1, 0.3
 with parent_death.ended_with_launcher():
     Path(sys.argv[1]).touch()
     time.sleep(60)

@@ -15,7 +15,7 @@ from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.pages.status import Status, state_of
 from toolkit.supervise import watched as watch_module
 from toolkit.supervise.rank_status import RankStatus, account, behind, read_statuses, to_text, verdict
-from toolkit.supervise.watched import ABANDONED_SECONDS, STALL_FILE, Watch, clear_abandoned
+from toolkit.supervise.watched import STALL_FILE, Watch
 from toolkit.training.extensions.heartbeat import RECORD_BYTES, Heartbeat, mark_watched, read_heartbeat
 from toolkit.training.phase import Phase
 
@@ -276,15 +276,3 @@ def test_a_folder_that_cannot_be_listed_ends_no_watch(
     monkeypatch.setattr(os, "scandir", raises)
     assert looks(watch, host, 0, 0, 100) == 69
     assert read_statuses(tmp_path / "run", 1005.0) == []
-
-
-def test_records_of_killed_runs_are_removed_after_a_day(tmp_path: Path) -> None:
-    old = Host(tmp_path, "finetune-toolkit-old", [0, 1])
-    young = Host(tmp_path, "finetune-toolkit-young", [0, 1])
-    young.alive(1, 100.0)
-    begins = tmp_path / "finetune-toolkit-begins"
-    begins.mkdir()
-    (begins / "rank_00000").touch()
-    clear_abandoned(tmp_path, ABANDONED_SECONDS + 50.0)
-    assert [host.local.exists() for host in (old, young)] == [False, True]
-    assert begins.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,26 @@ def test_a_changed_rate_is_that_of_a_loop_by_hand(fused: bool) -> None:
     assert [record["learning_rate"] for record in told.records] == pytest.approx(rates)
     assert [record["rate_factor"] for record in told.records] == [0.5**step for step in range(1, 5)]
     assert changed_rate(trainer.schedule, told.records) is None, "the schedule is what it was"
+
+
+def test_an_evaluation_that_is_done_again_draws_the_same_numbers() -> None:
+    """As after a resume from a checkpoint that was saved before it was done."""
+    drawn: list[float] = []
+
+    class Drawing(Extension):
+        def at_evaluation(self, trainer: Any) -> dict[str, Any]:
+            drawn.append(random.random())
+            return {}
+
+    trainer, _ = built([1.0], False, None)
+    trainer.evaluation, trainer.extensions = (lambda: ()), [owned(Drawing())]
+    try:
+        trainer.fit()
+        trainer.evaluate()
+    finally:
+        reset_accelerate()
+    assert len(drawn) == 3
+    assert drawn[1] == drawn[2] != drawn[0]
 
 
 def test_figures_do_not_replace_those_of_the_run() -> None:
