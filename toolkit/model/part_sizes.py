@@ -71,15 +71,12 @@ def _what_of(size: PartSize) -> str:
 def adapter_fact(model: peft.PeftModel, trained: Sequence[str]) -> str:
     """Which share of the weights has adapters or is trained whole, and which matrices do not; but for embeddings.
 
-    Of a model that reads more than text by part; the names are of the parts that are trained.
+    Of a model that reads more than text the names are of the parts that are trained.
     """
     adapted, sizes = _adapted_names(model), {base_name(name): size for name, size in _matrices(model)}
     missed = {name: size for name, size in sizes.items() if name not in adapted}
     fact = f"on {1 - sum(missed.values()) / sum(sizes.values()):.1%} of the blocks' weights"
-    base = base_of(model)
-    if parts := _parts_of_layers(base):
-        shares = [f"{adapted_share(model, part):.1%} of {part}" for part in sorted(set(parts.values()))]
-        fact += f" ({', '.join(shares)})"
+    parts = _parts_of_layers(base_of(model))
     reached = {name for name in missed if not parts or parts[_layer_of(name)] in trained}
     # A matrix once, and not for each block.
     names = sorted({re.sub(r"^.*\.\d+\.", "", name).removesuffix(".weight") for name in reached})

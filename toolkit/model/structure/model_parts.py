@@ -214,18 +214,3 @@ def untrained_modules(model: nn.Module, trained: Sequence[str]) -> list[str]:
         return []
     held = {path: {f"{path}.{name}" for name, _ in module.named_parameters()} for path, module in model.named_modules()}
     return [path for path, inside in held.items() if path and inside and inside <= names]
-
-
-def untrained_fact(model: nn.Module, trained: Sequence[str]) -> str | None:
-    """Describes what is not trained; None if everything is."""
-    names = untrained(model, trained)
-    if not names:
-        return None
-    sizes: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        if name in names:
-            part = re.sub(r"^(model|module)\.", "", name).split(".")[0]
-            sizes[part] = sizes.get(part, 0) + parameter.numel()
-    listed = ", ".join(f"{part} ({size:,})" for part, size in sizes.items())
-    what = "the language model is" if tuple(trained) == (LANGUAGE,) else f"{' and '.join(trained)} are"
-    return f"{what} trained; frozen, and exported as they were: {listed}"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.errors import counted
-from toolkit.model.adapters.adapters import base_of, has_adapter, trainable_share
-from toolkit.model.part_sizes import adapter_fact
-from toolkit.model.structure.model_parts import untrained_fact
+from toolkit.model.adapters.adapters import has_adapter, trainable_share
+from toolkit.model.part_sizes import adapter_fact, describe_parts, part_sizes
 from toolkit.optim.schedule import schedule_fact, without_peak
 from toolkit.pages.data_console import show_report
 from toolkit.run.stages.stages import PreparedRun
@@ -29,7 +28,7 @@ def facts_of(run: PreparedRun) -> dict[str, str]:
         "steps": f"{run.num_steps} of {counted(run.windows.samples_per_step, 'sample')} of {length} tokens",
         "rate": schedule_fact(recipe.schedule, recipe.optimizer.learning_rate, run.num_steps),
         "memory": run.planned.describe(),
-        "parts": untrained_fact(base_of(inner), trained),
+        "parts": describe_parts(part_sizes(inner)),
         "adapters": adapter_fact(inner, trained) if has_adapter(inner) else None,
         "weights": run.fit.describe(),
         "recipe": "; ".join(recipe.notes),
