@@ -120,8 +120,9 @@ def load_function(name: str, field: str) -> UserFunction:
     place = str(Path(place).absolute()) if is_file(name) else place
     what = f"the {'file' if is_file(name) else 'module'} {place!r}"
     try:
-        found = _imported_from(place, what)
-        function, sources = fenced(lambda: found.function(attribute), f"{what} cannot be imported", "correct it")
+        module = _imported_from(place, what)
+        find = functools.partial(_function_of, module, attribute)
+        function, sources = fenced(find, f"{what} cannot be imported", "correct it")
         if function is None:
             raise BadInputError(f"{what} has no function {attribute!r}; name one that it has")
         if not sources:
@@ -274,7 +275,7 @@ def begin_own_code(seed: int) -> None:
     _seed[0] = seed
     calls.clear()
     begin_moment("the start")
-    _forget({_file_of(known.module) for known in _imported.values()})
+    _forget({_file_of(module) for module in _imported.values()})
     _imported.clear()
 
 
@@ -315,37 +316,27 @@ def _line_of(error: BaseException) -> str:
     return f" ({users[-1].filename}:{users[-1].lineno})" if users else ""
 
 
-@dataclass
-class _Imported:
-    """A file or a module of a user's, which runs once for all of its functions.
-
-    Attributes:
-        run: the bytes that ran of a file, by its name; none of a module.
-    """
-
-    module: types.ModuleType
-    run: dict[str, bytes]
-
-    def function(self, attribute: str) -> tuple[Any, dict[str, bytes]]:
-        """Returns a function, or None, and the sources, by file, of the module and of what defines the function."""
-        function, sources = getattr(self.module, attribute, None), dict(self.run)
-        if not callable(function):
-            return None, {}
-        for each in (self.module, inspect.unwrap(function)):
-            with contextlib.suppress(TypeError, OSError):
-                file = inspect.getsourcefile(each)
-                if file is not None and file not in sources:
-                    sources[file] = _files.get(file) or Path(file).read_bytes()
-        _files.update(sources)
-        return function, sources
+def _function_of(module: types.ModuleType, attribute: str) -> tuple[Any, dict[str, bytes]]:
+    """Returns a function, or None, and the sources, by file, of the module and of what defines the function."""
+    function, sources = getattr(module, attribute, None), {}
+    if not callable(function):
+        return None, {}
+    for each in (module, inspect.unwrap(function)):
+        with contextlib.suppress(TypeError, OSError):
+            if (file := inspect.getsourcefile(each)) is not None:
+                sources[file] = _files.get(file) or Path(file).read_bytes()
+    _files.update(sources)
+    return function, sources
 
 
-_imported: dict[str, _Imported] = {}
+_imported: dict[str, types.ModuleType] = {}
+"""Files and modules of the user's, each of which runs once for all of its functions."""
+
 _files: dict[str, bytes] = {}
 """What ran of own code: the content of its files, and of those beside them that they import, by name."""
 
 
-def _imported_from(place: str, what: str) -> _Imported:
+def _imported_from(place: str, what: str) -> types.ModuleType:
     """Imports a file or a module, anew if a source was edited since: in a notebook, the process outlives an edit."""
     if _read(_files) != _files:
         _forget(_files)
@@ -374,7 +365,7 @@ def _read(files: Iterable[str]) -> dict[str, bytes]:
     return {file: Path(file).read_bytes() for file in files if Path(file).is_file()}
 
 
-def _import_anew(place: str, what: str) -> _Imported:
+def _import_anew(place: str, what: str) -> types.ModuleType:
     is_path = place.endswith(".py")
     if is_path and not Path(place).is_file():
         raise BadInputError(f"there is no file {place!r}; correct the path")
@@ -384,21 +375,18 @@ def _import_anew(place: str, what: str) -> _Imported:
         modules = [module for name, module in list(sys.modules.items()) if not name.startswith("toolkit")]
         _forget({file for file in map(_file_of, modules) if file.endswith(".py") and Path(file).parent == where})
     before = set(sys.modules)
-
-    def find() -> tuple[types.ModuleType, dict[str, bytes]]:
-        return _run_file(Path(place)) if is_path else (importlib.import_module(place), {})
-
+    find = functools.partial(_run_file, Path(place)) if is_path else functools.partial(importlib.import_module, place)
     elsewhere = "" if is_path else ", set PYTHONPATH to the folder that has it, or name its file: scores.py:function"
-    module, run = fenced(find, f"{what} cannot be imported", f"correct it{elsewhere}", Path(place).name)
+    module = fenced(find, f"{what} cannot be imported", f"correct it{elsewhere}", Path(place).name)
     folder, added = Path(_file_of(module)).parent, {*sys.modules} - before
     files = (_file_of(sys.modules[name]) for name in added if not name.startswith("toolkit."))
     beside = (file for file in files if file.endswith(".py") and Path(file).is_relative_to(folder))
-    _files.update(_read(file for file in beside if "-packages" not in file) | run)
-    return _Imported(module, run)
+    _files.update(_read(file for file in beside if "-packages" not in file and file not in _files))
+    return module
 
 
-def _run_file(path: Path) -> tuple[types.ModuleType, dict[str, bytes]]:
-    """Runs a Python file as a module. Returns the module and the bytes that were run, whatever is cached."""
+def _run_file(path: Path) -> types.ModuleType:
+    """Runs a Python file as a module, whatever is cached, and keeps the bytes that were run."""
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     module, source = types.ModuleType(name), path.read_bytes()
     module.__file__ = str(path)
@@ -410,4 +398,5 @@ def _run_file(path: Path) -> tuple[types.ModuleType, dict[str, bytes]]:
     except BaseException:
         del sys.modules[name]
         raise
-    return module, {str(path): source}
+    _files[str(path)] = source
+    return module
