@@ -292,10 +292,6 @@ def ended_three_times(folder: str) -> list[str]:
     (Path(recipe.training.output_dir) / ".report.html.1.tmp").touch()  # of a process that was killed as it wrote
     finetune(recipe)
     output_dir = Path(recipe.training.output_dir)
-    (output_dir / LOCK).write_text("process 1 on other, since today")
-    (output_dir / FOLDER).mkdir()
-    ranks.meet()
-    finetune(recipe)
     return sorted(path.name for path in output_dir.iterdir())
 
 

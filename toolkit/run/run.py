@@ -22,7 +22,6 @@ from toolkit.run.fit import fit
 from toolkit.run.folder.finished import changed_export
 from toolkit.run.folder.folder import (
     claimed,
-    clear_killed,
     is_same_and_finished,
     keep_day,
     require_unfinished,
@@ -130,7 +129,6 @@ def _finished_before(opened: OpenedRun) -> FinetuneResult:
     console.print(f"this run is finished already, and nothing was trained: {output_dir}", markup=False)
     if (changed := ranks.on_first_rank(lambda: changed_export(output_dir))) is not None:
         console.warn(changed)
-    ranks.on_first_rank(lambda: clear_killed(output_dir))
     before = ranks.on_first_rank(lambda: finished_before(output_dir))
     for doubt in before.doubts:
         console.warn(doubt)

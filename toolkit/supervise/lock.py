@@ -40,7 +40,7 @@ def owned(folder: Path) -> Iterator[None]:
     """
     made = ranks.on_first_rank(lambda: make_place(folder))
     try:
-        file = ranks.alone_on_first_rank(lambda: acquire(folder, LOST_HOST_SECONDS))
+        file = ranks.alone_on_first_rank(lambda: acquire(folder))
         try:
             yield
         except ToolkitError as error:
@@ -64,16 +64,15 @@ def _await_release(path: Path) -> None:
         time.sleep(0.05)
 
 
-def acquire(folder: Path, patience: float = 0.0) -> BinaryIO:
+def acquire(folder: Path) -> BinaryIO:
     """Locks the folder, and returns the file that holds the lock until `release`, or until this process ends.
 
-    Args:
-        patience: seconds to wait for a holder on another host, which may be gone.
+    Waits up to `LOST_HOST_SECONDS` for a holder on another host, which may be gone.
 
     Raises:
         BadInputError: if another run holds the folder, or it cannot be written.
     """
-    until, is_told = time.monotonic() + patience, False
+    until, is_told = time.monotonic() + LOST_HOST_SECONDS, False
     while True:
         try:
             file = (folder / LOCK).open("a+b", buffering=0)
@@ -96,7 +95,7 @@ def acquire(folder: Path, patience: float = 0.0) -> BinaryIO:
         if not is_told:
             Terminal().print(f"the output folder is held by {holder}; waiting to see whether its host is gone")
         is_told = True
-        time.sleep(min(1.0, patience / 10))
+        time.sleep(1.0)
 
 
 def _lock(file: BinaryIO, folder: Path) -> bool:

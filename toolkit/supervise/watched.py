@@ -41,7 +41,15 @@ PREFIX = "finetune-toolkit-"
 """The prefix of the folders with records, in the folder for temporary files of each host."""
 
 LONGEST_INTERVAL, SHORTEST_INTERVAL = 5.0, 0.2
-"""Seconds between two looks: a twentieth of the limit, inside these bounds."""
+
+SECONDS_PER_HOST = 0.25
+"""A rank reads at most four files of hosts a second, as N ranks read those of N hosts at each look."""
+
+
+def interval_of(limit: float, num_hosts: int) -> float:
+    """Returns the seconds between two looks: a twentieth of the limit, but 5 at most on up to twenty hosts."""
+    longest = max(LONGEST_INTERVAL, SECONDS_PER_HOST * num_hosts)
+    return min(longest, max(SHORTEST_INTERVAL, limit / 20))
 
 
 def _keep_looking(watch: Watch, done: threading.Event) -> None:
@@ -61,7 +69,8 @@ def watched(output_dir: Path, stall_minutes: float | None) -> Iterator[Heartbeat
         stall_minutes: how long a rank may make no progress. None means no limit.
     """
     limit = 60 * stall_minutes if stall_minutes is not None else float("inf")
-    interval = min(LONGEST_INTERVAL, max(SHORTEST_INTERVAL, limit / 20))
+    num_hosts = ranks.world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    interval = interval_of(limit, num_hosts)
     shared = output_dir / FOLDER
     token = ranks.on_first_rank(lambda: _recreate_shared(shared, output_dir / STALL_FILE))
     # On a disk of the host: memory mapped from a network file system can crash the process when the network fails.
@@ -117,9 +126,6 @@ STALL_FILE = "stall.txt"
 LOOKS_BEFORE_TELLING = 3
 LOOKS_BEFORE_LEAVING = 6
 
-SECONDS_PER_HOST, REMOTE_SHARE = 0.25, 0.1
-"""A rank reads at most four files of other hosts a second, if that keeps them younger than this share of the limit."""
-
 
 class Watch:
     """Checks all ranks at intervals, in a thread of each rank.
@@ -159,7 +165,6 @@ class Watch:
         self._records = {int(path.name.removeprefix("rank_")): path for path in local.glob("rank_*")}
         self._host_file = shared / f"host_{min(self._records):05d}.json"
         self._others: dict[Path, tuple[int, float]] = {}
-        self._remote: tuple[float, list[RankStatus]] | None = None
         self._looks = 0
         self._late_looks = 0
         self._looked: float | None = None
@@ -214,20 +219,7 @@ class Watch:
         return found
 
     def _remote_ranks(self, now: float) -> list[RankStatus]:
-        """Returns the ranks of other hosts. Measures their age by this host's clock: clocks of hosts may differ.
-
-        The more hosts there are, the longer it returns what it has read: else N ranks would read the files of N hosts
-        at each look.
-        """
-        pause = min(SECONDS_PER_HOST * len(self._others), self._limit * REMOTE_SHARE)
-        if self._remote is not None and now - self._remote[0] < pause:
-            read, places = self._remote
-            return [place.aged(now - read) for place in places]
-        places = self._read_remote(now)
-        self._remote = (now, places)
-        return places
-
-    def _read_remote(self, now: float) -> list[RankStatus]:
+        """Returns the ranks of other hosts. Measures their age by this host's clock: clocks of hosts may differ."""
         found = []
         for path in host_files(self._shared):
             host = read_host(path) if path != self._host_file else None

@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 from toolkit.errors import BadInputError, RankError, ToolkitError
-from toolkit.run.folder.folder import clear_killed
 from toolkit.supervise import lock, output_place
 from toolkit.supervise.lock import LOCK, acquire, owned, release
 
@@ -93,7 +92,7 @@ def test_a_killed_owner_holds_nothing(tmp_path: Path) -> None:
     assert process.stdout is not None
     worker = int(process.stdout.readline())
     with pytest.raises(BadInputError, match=f"process {process.pid} on"):
-        acquire(tmp_path, 60.0)  # not waited for: it is on this host
+        acquire(tmp_path)  # not waited for: it is on this host
     process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is gone, and stays unwaited for
     file = acquire(tmp_path)
@@ -111,17 +110,6 @@ def test_a_worker_that_ends_lets_nothing_go(tmp_path: Path) -> None:
         worker.join()
         with pytest.raises(BadInputError, match="another run is writing to"):
             acquire(tmp_path)
-
-
-def test_what_a_killed_run_leaves_is_cleared_and_a_living_ones_stays(tmp_path: Path) -> None:
-    beats = tmp_path / ".beats"
-    beats.mkdir()
-    with owned(tmp_path):
-        clear_killed(tmp_path)
-        assert beats.exists()
-    (tmp_path / LOCK).write_text(ELSEWHERE)
-    clear_killed(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("goes", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -31,7 +30,6 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder import finished
 from toolkit.run.folder.finished import FINISHED
 from toolkit.run.stages.stages import PreparedRun
-from toolkit.supervise.lock import acquire, release
 from toolkit.supervise.output_place import unwritable
 from toolkit.supervise.rank_status import FOLDER as HEARTBEAT_FOLDER
 from toolkit.supervise.rank_status import REPORT
@@ -213,14 +211,6 @@ def keep_day(run: PreparedRun) -> None:
     if recipe != opened.recipe:
         ranks.on_first_rank(lambda: atomic_write(opened.output_dir / "recipe.yaml", recipe.to_yaml()))
     opened.recipe = recipe
-
-
-def clear_killed(output_dir: Path) -> None:
-    """Deletes stale heartbeat files of a finished run, unless one of its processes is alive."""
-    with contextlib.suppress(BadInputError):
-        lock = acquire(output_dir)
-        shutil.rmtree(output_dir / HEARTBEAT_FOLDER, ignore_errors=True)
-        release(lock, output_dir)
 
 
 def write_data_report(folder: Path, recipe: Recipe, report: DataReport) -> None:
