@@ -30,6 +30,7 @@ from transformers import (
 
 from toolkit import ranks
 from toolkit.data.rows.hub_refusals import hub_error
+from toolkit.data.tokens.hub_code import require_no_hub_code, require_no_stored_hub_code
 from toolkit.data.tokens.tokenizer import pad_id
 from toolkit.errors import BadInputError, ToolkitError, did_you_mean, first_line, in_words
 from toolkit.model.adapters.adapters import AdapterWeights, add_adapter, quantise
@@ -463,6 +464,7 @@ def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedC
     name = model.name_or_path or str(fields.get("model_type"))
     try:
         if model.name_or_path is not None:
+            require_no_stored_hub_code(model.name_or_path, model.revision, field)
             config = AutoConfig.from_pretrained(
                 model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
             )
@@ -483,6 +485,7 @@ def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedC
 
 def _random_configuration(fields: dict[str, Any], tokenizer: SpecialTokens) -> PretrainedConfig:
     """Returns a configuration with the tokenizer's vocabulary and special tokens, unless `fields` sets them."""
+    require_no_hub_code(fields, "model.config", "the recipe")
     default = AutoConfig.for_model(fields["model_type"])
     # A model that reads more than text has them in a configuration of its own for its language model.
     of_text = fields.setdefault("text_config", {}) if "text_config" in default.sub_configs else fields

@@ -25,6 +25,7 @@ from toolkit.data.rows.readers import read
 from toolkit.data.rows.sources import identify_rows, map_of, open_source
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.templates.templates import MARKERS, use_template
+from toolkit.data.tokens.hub_code import require_no_stored_hub_code
 from toolkit.errors import BadInputError, in_words
 from toolkit.paths import require_folder
 from toolkit.recipe.schema import DataSection, ModelSection, NewToken
@@ -111,6 +112,7 @@ def _load(model: ModelSection, data: DataSection, objective: str) -> PreTrainedT
     require_folder(name, field)
     # model.revision belongs to the model's own repository; a tokenizer from another one has none.
     revision = None if model.tokenizer else model.revision
+    require_no_stored_hub_code(name, revision, field)  # transformers may read it to find the tokenizer's class
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # transformers and tokenizers raise a great many kinds about a broken file
