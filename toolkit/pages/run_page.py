@@ -23,7 +23,6 @@ from toolkit.pages.parts.charts import (
     Chart,
     Series,
     chart_card,
-    drawable,
     evenly_spaced,
     smoothed,
 )
@@ -223,18 +222,15 @@ def _change(values: Sequence[float]) -> tuple[str, str] | None:
 
 def _tokens_tile(train: Metrics) -> Tile:
     last = train[-1] if train else {}
-    counts = {"target_tokens": "with loss", "pairs": "pairs", "rows": "rows", "samples": "samples"}
-    parts = {what: number(last.get(key)) for key, what in counts.items()}
-    note = ", ".join(f"{format_short(value)} {what}" for what, value in _without_equal_counts(parts).items())
+    parts = {"with loss": number(last.get("target_tokens")), _unit(train): number(last.get(_unit(train)))}
+    note = ", ".join(f"{format_short(value)} {what}" for what, value in parts.items() if math.isfinite(value))
     plain = "tokens (word pieces) that were read"
     return Tile("tile-tokens", "Tokens trained", [format_short(number(last.get("tokens")))], plain, note)
 
 
-def _without_equal_counts(counts: dict[str, float]) -> dict[str, float]:
-    """Returns the finite counts, without samples if each of them is a row or a pair."""
-    known = {what: count for what, count in counts.items() if math.isfinite(count)}
-    others = [count for what, count in known.items() if what in ("pairs", "rows")]
-    return {what: count for what, count in known.items() if what != "samples" or count not in others}
+def _unit(train: Metrics) -> str:
+    """Returns what is counted besides tokens: pairs or rows if the records have any, or else samples."""
+    return next((unit for unit in ("pairs", "rows") if train and unit in train[-1]), "samples")
 
 
 def _duration_tile(train: Metrics, facts: dict[str, str]) -> Tile:
@@ -244,10 +240,9 @@ def _duration_tile(train: Metrics, facts: dict[str, str]) -> Tile:
 
 def _throughput_tile(train: Metrics) -> Tile:
     rates, mfu = finite(column(train, "tokens_per_second")), finite(column(train, "mfu"))
-    found = {what: finite(column(train, f"{what}_per_second")) for what in ("targets", "pairs", "rows", "samples")}
-    medians = {what: statistics.median(values) for what, values in found.items() if values}
+    found = {what: finite(column(train, f"{what}_per_second")) for what in ("targets", _unit(train))}
     notes = [f"MFU {format_percent(statistics.median(mfu))}"] if mfu else []
-    notes += [f"{format_short(median)} {what}/s" for what, median in _without_equal_counts(medians).items()]
+    notes += [f"{format_short(statistics.median(values))} {what}/s" for what, values in found.items() if values]
     value = format_short(statistics.median(rates)) if rates else MISSING
     return Tile("tile-throughput", "Tokens per second", [value], "median over the run", "; ".join(notes))
 
@@ -315,7 +310,7 @@ def main_chart(train: Metrics, evals: Metrics) -> Chart:
 def loss_chart(train: Metrics, evals: Metrics) -> Chart:
     """Returns the chart of the loss in training, with the points of held-out data."""
     eval_steps = [line["step"] for line in evals]
-    held_out = Series("held-out", eval_steps, drawable(column(evals, "loss")), "chart-2", "points")
+    held_out = Series("held-out", eval_steps, column(evals, "loss"), "chart-2", "points")
     return Chart(
         "loss",
         "Loss",
@@ -379,7 +374,7 @@ def _memory_chart(train: Metrics, x_range: tuple[int, int]) -> Chart:
 
 def _train_series(name: str, train: Metrics, field: str, *, scale: float = 1.0, variable: str = "chart-1") -> Series:
     values = [value * scale for value in column(train, field)]
-    return Series(name, [line["step"] for line in train], drawable(values), variable)
+    return Series(name, [line["step"] for line in train], values, variable)
 
 
 def _gaps(lines: Metrics, field: str) -> list[int]:
@@ -534,7 +529,7 @@ def _series(lines: Metrics, field: str, name: str, color: str, kind: str) -> lis
     having = [line for line in lines if field in line]
     if not finite(column(having, field)):
         return []
-    return [Series(name, [line["step"] for line in having], drawable(column(having, field)), color, kind)]
+    return [Series(name, [line["step"] for line in having], column(having, field), color, kind)]
 
 
 def confusion_table(evals: Metrics, labels: Sequence[str]) -> Table:

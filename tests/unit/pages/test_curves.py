@@ -32,25 +32,24 @@ def test_a_curve_has_its_own_steps_and_values_and_null_in_gaps() -> None:
     assert (found["gaps"], found["x"], found["log"], found["zero"]) == ([5], [0, 100], False, True)
 
 
-def test_each_smoothing_is_of_the_raw_values() -> None:
-    """200 points: means over 2, 6 and 20 to each side, without a quarter at each end."""
+def test_a_curve_is_smoothed_from_the_raw_values() -> None:
+    """200 points: a mean over 6 to each side, without a quarter at each end."""
     ys = [float(number * number % 37) for number in range(200)]
     found = data_of(smoothed(Series("loss", list(range(200)), ys, "chart-1")))
-    assert [curve["level"] for curve in found["curves"]] == [None, "middle", "light", "strong"]
+    assert [curve["level"] for curve in found["curves"]] == [None, "on"]
     assert dict(points(found["curves"][0])) == dict(enumerate(ys))
-    for curve, half in zip(found["curves"][1:], (6, 2, 20), strict=True):
-        assert curve["name"] == f"smoothed over {2 * half + 1}"
-        window = sorted(ys[100 - half : 100 + half + 1])
-        kept = window[len(window) // 4 : len(window) - len(window) // 4]
-        assert dict(points(curve))[100] == float(f"{sum(kept) / len(kept):.5g}")
+    curve = found["curves"][1]
+    assert curve["name"] == "smoothed over 13"
+    window = sorted(ys[94:107])
+    kept = window[len(window) // 4 : len(window) - len(window) // 4]
+    assert dict(points(curve))[100] == float(f"{sum(kept) / len(kept):.5g}")
 
 
 def test_a_long_run_has_as_many_points_as_are_drawn() -> None:
     ys = [1.0 + number % 7 for number in range(20_000)]
     found = data_of(smoothed(Series("loss", list(range(20_000)), ys, "chart-1")))
     counts = {curve["level"]: len(curve["values"]) for curve in found["curves"]}
-    assert all(780 <= counts[level] <= 850 for level in (None, "middle", "light")), counts
-    assert 190 <= counts["strong"] <= 210
+    assert all(780 <= counts[level] <= 850 for level in (None, "on")), counts
 
 
 def test_pictures_without_scripts_have_pieces_between_gaps() -> None:

@@ -130,7 +130,7 @@ def test_a_step_trained_again_after_a_resume_counts_once() -> None:
         train_lines(9),
         train_lines(100),
         [non_finite_line(step) for step in range(1, 30)],
-        [train_line(1, loss=1e308), train_line(2, loss=0.0), train_line(3, loss=-1.0)],
+        [train_line(1, loss=3e38), train_line(2, loss=0.0), train_line(3, loss=-1.0)],
         [{"split": "train", "step": 1, "loss": 2.0}],
     ],
     ids=["nothing", "one-step", "eval-only", "one-of-each", "short", "no-eval", "all-null", "extreme", "sparse"],

@@ -36,15 +36,11 @@ MAX_POINTS = 800
 MAX_TABLE_ROWS = 12
 """The most rows of a table of a chart's values or of evaluations; of more, it has evenly spaced ones with both ends."""
 
-SMOOTHING = {"light": (100, 1, MAX_POINTS), "middle": (30, 2, MAX_POINTS), "strong": (10, 4, MAX_POINTS // 4)}
-"""Name -> how a curve is averaged: the fraction of its points to each side (1 / n), the fewest points to each side, and
-about how many points the average has."""
+ONE_IN, FEWEST = 30, 2
+"""Each point of a smoothed curve is a mean over 1 / `ONE_IN` of its points to each side, and over at least `FEWEST`."""
 
-MIDDLE = "middle"
-"""The default smoothing."""
-
-LARGEST_DRAWN = 1e60
-"""Larger values are drawn at this one, so that neither a sum nor the margin of an axis overflows."""
+LEVEL = "on"
+"""The name of this smoothing on a page, where the other choice is none."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ class Series:
     """One curve; NaN in `ys` is a gap. `kind` is line, faint or points.
 
     Attributes:
-        raw: for a smoothed curve, the one that it is made of.
+        is_smooth: whether it is a smoothed curve, on top of the one that it is made of.
     """
 
     name: str
@@ -60,7 +56,7 @@ class Series:
     ys: list[float]
     variable: str
     kind: str = "line"
-    raw: Series | None = None
+    is_smooth: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,34 +80,23 @@ class Chart:
         return not self.from_zero and bool(values) and min(values) > 0 and max(values) > 20 * statistics.median(values)
 
 
-def drawable(values: list[float]) -> list[float]:
-    """Clips values at `LARGEST_DRAWN`; gaps stay gaps."""
-    return [value if math.isnan(value) else max(-LARGEST_DRAWN, min(LARGEST_DRAWN, value)) for value in values]
-
-
 def smoothed(series: Series) -> list[Series]:
     """Returns the curve made faint with a smoothed one on top, or a short curve unchanged."""
     if len(series.ys) < 10:
         return [series]
     faint = replace(series, name=series.name or "raw", kind="faint")
-    return [faint, midmeans(faint, MIDDLE)]
+    half = max(FEWEST, len(series.ys) // ONE_IN)
+    xs, ys = _running_midmean(series.xs, series.ys, half)
+    return [faint, Series(f"smoothed over {2 * half + 1}", xs, ys, series.variable, is_smooth=True)]
 
 
-def midmeans(raw: Series, level: str) -> Series:
-    """Smooths a curve by a level of `SMOOTHING`."""
-    one_in, least, points = SMOOTHING[level]
-    half = max(least, len(raw.ys) // one_in)
-    xs, ys = _running_midmean(raw.xs, raw.ys, half, points)
-    return Series(f"smoothed over {2 * half + 1}", xs, ys, raw.variable, raw=raw)
-
-
-def _running_midmean(xs: list[int], ys: list[float], half: int, points: int) -> tuple[list[int], list[float]]:
-    """Returns centred means over up to `2 * half + 1` values, at about `points` of the points; gaps stay gaps.
+def _running_midmean(xs: list[int], ys: list[float], half: int) -> tuple[list[int], list[float]]:
+    """Returns centred means over up to `2 * half + 1` values, at about `MAX_POINTS` of the points; gaps stay gaps.
 
     Each is the mean of the window's middle half by size: as smooth as a mean, and not lifted by a spike.
     The window narrows towards the start, where a loss falls too fast for a wide one to follow.
     """
-    stride = math.ceil(len(xs) / points)
+    stride = math.ceil(len(xs) / MAX_POINTS)
     last = len(ys) - 1
     # The first point of a gap is kept; otherwise the thinned curve would run across the gap.
     centres = [index for index in range(len(ys)) if index in (0, last) or index % stride == 0 or _starts_gap(ys, index)]
@@ -161,13 +146,6 @@ def curve_data(chart: Chart) -> str:
     """Returns JSON from which the script draws a chart, or an empty text if it has no value."""
     if not chart.values():
         return ""
-    curves = []
-    for series in chart.series:
-        curves.append(_curve(series, MIDDLE if series.raw else None))
-        if series.raw is not None:
-            others = [(midmeans(series.raw, level), level) for level in SMOOTHING if level != MIDDLE]
-            # If the raw curve has no name, the smoothed one has the name of both.
-            curves += [_curve(it if series.raw.name else replace(it, name=series.name), level) for it, level in others]
     data = {
         "title": chart.title,
         "margins": MARGINS_PX,
@@ -175,19 +153,20 @@ def curve_data(chart: Chart) -> str:
         "zero": chart.from_zero,
         "log": chart.is_logarithmic(),
         "gaps": chart.gaps[:: math.ceil(4 * len(chart.gaps) / MAX_POINTS) or 1],  # more marks would be a solid wall
-        "levels": list(SMOOTHING),
-        "level": MIDDLE,
-        "curves": curves,
+        "levels": [LEVEL],
+        "level": LEVEL,
+        "curves": [_curve(series) for series in chart.series],
     }
     return json.dumps(data, separators=(",", ":"))
 
 
-def _curve(series: Series, level: str | None) -> dict[str, Any]:
+def _curve(series: Series) -> dict[str, Any]:
     """Returns a curve as JSON values: `steps` are the first step and then the distances, and gaps are null."""
     # A smoothed curve has no extremes to keep, and few points already.
-    xs, ys = thinned(series.xs, series.ys) if series.raw is None else (series.xs, series.ys)
+    xs, ys = (series.xs, series.ys) if series.is_smooth else thinned(series.xs, series.ys)
     steps = [now - before for before, now in zip([0, *xs], xs, strict=False)]
     values = [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in ys]
+    level = LEVEL if series.is_smooth else None
     kind = {"name": series.name, "color": series.variable, "kind": series.kind, "level": level}
     return {**kind, "steps": steps, "values": values}
 
