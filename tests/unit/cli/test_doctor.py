@@ -107,28 +107,6 @@ def test_gpus_that_are_not_there_have_a_reason(
     assert (found.verdict, found.found) == (verdict, told)
 
 
-def test_the_config_that_accelerate_launch_would_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "default_config.yaml"
-    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(path))
-    assert doctor._config_finding().verdict == doctor.OK
-    for text, told in (
-        ("num_processes: 2\n", None),
-        ("num_processes: two\n", "num_processes is 'two'"),
-        ("fsdp_config:\n  fsdp_sharding_strategy: zero4\n", "unknown strategy 'zero4'"),
-        ("parallelism_config:\n  parallelism_config_sp_size: 2\n", "parallelism_config_sp_size is 2, but"),
-        ("dynamo_config:\n  dynamo_backend: INDUCTOR\n", "dynamo_backend is 'INDUCTOR', but Accelerate would compile"),
-        ("dynamo_config: {}\ndynamo_backend: NO\n", None),
-        ("distributed_type: DEEPSPEED\n", "distributed_type is 'DEEPSPEED', but the sharding backend runs under FSDP"),
-    ):
-        path.write_text(text)
-        found = doctor._config_finding()
-        assert found.verdict == (doctor.OK if told is None else doctor.FAILED)
-        assert str(path) in found.found
-        assert (told or "") in found.found
-    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
-    assert "parallelism_config_cp_size is 2, but" in doctor._config_finding().found
-
-
 def test_what_is_not_well_is_told_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(2**20))
     monkeypatch.setattr(doctor, "_add_over_backend", no_meeting)

@@ -125,7 +125,6 @@ def _all_findings() -> Iterator[Finding]:
     yield from _version_findings()
     yield from _device_findings()
     yield from _disk_findings()
-    yield _config_finding()
     yield from _backend_findings()
 
 
@@ -197,24 +196,6 @@ def _disk_findings() -> Iterator[Finding]:
     yield Finding(
         "open files", WARNING if few else OK, f"at most {files}", f"ulimit -n {LEAST_OPEN_FILES}" if few else ""
     )
-
-
-def _config_finding() -> Finding:
-    """Checks what `accelerate launch` reads without --config_file, and what it would hand to the ranks."""
-    from accelerate.commands.config.config_args import default_config_file
-
-    from toolkit.sharding.accelerate_config import read_accelerate_config
-    from toolkit.sharding.launched import refuse_configured_axes
-
-    path = Path(default_config_file)
-    try:
-        refuse_configured_axes()
-        if not path.is_file():
-            return Finding("Accelerate config", OK, "none of this user's; name one of `toolkit recipes configs`")
-        read_accelerate_config(path).check()
-    except BadInputError as error:
-        return Finding("Accelerate config", FAILED, str(error))
-    return Finding("Accelerate config", OK, str(path))
 
 
 def _free_space(name: str, folder: Path, least: int, fix: str) -> Finding:

