@@ -5,7 +5,7 @@ With new adapters they are not needed: the adapters are switched off instead.
 
 from __future__ import annotations
 
-import os
+import io
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,6 +23,7 @@ from toolkit.data.samples.samples import ComparedSamples
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.load import fingerprint
 from toolkit.model.structure.without_dropout import without_dropout
+from toolkit.paths import atomic_write
 from toolkit.run.stages.part import RunPart
 from toolkit.run.stages.rows import length_of_run
 from toolkit.run.stages.stages import BuiltRun
@@ -84,13 +85,9 @@ def _load_cached(path: Path, num_rows: int) -> Any:
 
 def _save_cached(path: Path, known: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed into place under a name of this process: another run may be computing the same rows.
-    unfinished = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        np.save(unfinished, known)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    content = io.BytesIO()
+    np.save(content, known)
+    atomic_write(path, content.getvalue())
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from toolkit.checkpoint.manifest import step_folder
 from toolkit.checkpoint.writer import clear_unfinished
@@ -161,7 +161,7 @@ def print_result(
     print(f"run: {result.output_dir}")
     print(f"report: {result.output_dir / 'report.html'}")
     if result.export_dir is not None:
-        print(f"model: {_how_to_load(result.export_dir, recipe)}", flush=True)
+        print(f"model: {result.export_dir}", flush=True)
         spec = recipe.objective.spec
         if spec.writes_text and not spec.encoder_decoder:
             told = adapter_problem(result.export_dir) or f"to serve it: {vllm_command(result.export_dir)}"
@@ -228,14 +228,6 @@ def _loaded(auto: str, source: str, arguments: dict[str, Any]) -> str:
     # Names of classes come from rows: none may close the fence around the code.
     given = "".join(f", {key}={value!r}" for key, value in arguments.items()).replace("`", "\\x60")
     return f"{auto}.from_pretrained({source}{given})"
-
-
-def _how_to_load(export_dir: Path, recipe: Recipe) -> str:
-    if (export_dir / ADAPTER).is_file():
-        return f"PeftModel.from_pretrained(base, {str(export_dir)!r})"
-    trusted = {"trust_remote_code": True} if recipe.model.trust_remote_code else {}
-    config = AutoConfig.from_pretrained(export_dir, trust_remote_code=recipe.model.trust_remote_code)
-    return _loaded(auto_class(config).__name__, repr(str(export_dir)), trusted)
 
 
 def summary_of(run: PreparedRun, result: FinetuneResult) -> RunSummary:
