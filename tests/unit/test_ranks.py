@@ -25,7 +25,6 @@ STARTERS = {
     "checkpoint/writer.py": "on_this_device",
     "data/samples/loader.py": "on_this_device",
     "sharding/offload/worker.py": "set_device",  # told its device, which need not be the current one
-    "run/shown/notebook.py": "_receive",  # reads a pipe and shows what comes; touches no tensor
     "supervise/watched.py": "_keep_looking",  # reads records and writes files; knows no tensor
     "sharding/blocks/by_block.py": "on_this_device",
     "data/documents/processes.py": "_end_with_parent",  # reads a pipe and ends the process; knows no torch
