@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from pydantic import ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -29,7 +28,6 @@ from toolkit.checkpoint.export import (
     write_export,
 )
 from toolkit.checkpoint.manifest import (
-    MANIFEST,
     MODEL_FILES,
     Manifest,
     P,
@@ -91,9 +89,9 @@ def export_checkpoint(
     if problem is not None:
         raise _not_whole(run, folder, problem)
     config, tokenizer = _load_configuration(run / MODEL_FILES)
-    model = _empty_model(config, manifest, folder)
+    model = _empty_model(config, manifest)
     is_adapter = has_adapter(model)
-    stored, base = _base_as_it_was(run, manifest, folder)
+    stored, base = _base_as_it_was(run, manifest)
     take_generation_settings(base_of(model), str(run / MODEL_FILES))
     source = Source(
         model,
@@ -104,17 +102,17 @@ def export_checkpoint(
         None if is_adapter else FileNames(model, stored, base),
         (manifest.base, manifest.named.get("model.name_or_path"), _told_of_base(run, BASE_DIGESTS).get(GENERATION)),
     )
-    difference: float | None = None
-    notes: tuple[str, ...] = ()
 
-    def check(export: Path) -> None:
-        nonlocal difference, notes
-        notes = () if is_adapter else _notes_on_names(export, stored, base)
-        if verify and not is_adapter:
-            difference = compare_logits(export, _logits(folder, manifest, config, settings), settings.dtype)
+    def check(export: Path) -> tuple[float | None, tuple[str, ...]]:
+        if is_adapter:
+            return None, ()
+        notes = _notes_on_names(export, stored, base)
+        if not verify:
+            return None, notes
+        return compare_logits(export, _logits(folder, manifest, config, settings), settings.dtype), notes
 
-    write_export(source, to, settings, "export it again", check)
-    return difference, notes
+    found: tuple[float | None, tuple[str, ...]] = write_export(source, to, settings, "export it again", check)
+    return found
 
 
 def _load_configuration(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
@@ -138,12 +136,12 @@ def _told_of_base(run: Path, file: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"names": found}
 
 
-def _base_as_it_was(run: Path, manifest: Manifest, folder: Path) -> tuple[frozenset[str] | None, Path | None]:
+def _base_as_it_was(run: Path, manifest: Manifest) -> tuple[frozenset[str] | None, Path | None]:
     """Returns the names of the base's tensors, and its folder if that has the weights that training began with."""
     told = _told_of_base(run, STORED_NAMES)
     names, origin = told.get("names"), told.get("fingerprint")
     stored = frozenset(map(str, names)) if isinstance(names, list) else None
-    base = _base_on_this_machine(manifest, folder)
+    base = _base_on_this_machine(manifest)
     with suppress(OSError, ValueError):
         if base is not None and origin in (None, fingerprint_of(base)):
             return stored, base
@@ -158,9 +156,9 @@ def _notes_on_names(export: Path, stored: frozenset[str] | None, base: Path | No
     return (f"the export {told}{whence}; test it with the server that will load it",)
 
 
-def _base_on_this_machine(manifest: Manifest, folder: Path) -> Path | None:
+def _base_on_this_machine(manifest: Manifest) -> Path | None:
     """Returns the folder of the base, for its tensors that no run reads. None if it had no files, or has none here."""
-    _, name, revision = _trained_as(manifest, folder)
+    _, name, revision = _trained_as(manifest)
     if name is None:
         return None
     with suppress(OSError, ValueError):
@@ -227,7 +225,7 @@ def export_run(
     place: Any = place_of(run)
     step, manifest, unfinished = _choose(place, checkpoint)
     with _on_this_machine(place, step, manifest, to) as found:
-        is_adapter = _trained_as(manifest, step_folder(place, step))[0].kind != "none"
+        is_adapter = _trained_as(manifest)[0].kind != "none"
         export, of_base = manifest.recipe.get("export"), _told_of_base(found, STORED_NAMES).get("dtype")
         asked = dtype or (export.get("dtype") if isinstance(export, dict) else None)
         written = dtype_of_export(asked, of_base, is_adapter)
@@ -318,9 +316,9 @@ def _not_whole(run: Place, folder: Place, problem: str) -> BadInputError:
     return BadInputError(f"{str(folder)!r} is not a complete checkpoint: {problem}; {mend}")
 
 
-def _empty_model(config: PretrainedConfig, manifest: Manifest, folder: Path) -> PreTrainedModel:
+def _empty_model(config: PretrainedConfig, manifest: Manifest) -> PreTrainedModel:
     """Builds the run's model without weights, with its adapters, if any."""
-    section, base, revision = _trained_as(manifest, folder)
+    section, base, revision = _trained_as(manifest)
     with init_empty_weights():
         model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
     model.tie_weights()
@@ -330,17 +328,12 @@ def _empty_model(config: PretrainedConfig, manifest: Manifest, folder: Path) -> 
     return add_adapter(model, section, base, revision, manifest.recipe["model"].get("train") or (LANGUAGE,))
 
 
-def _trained_as(manifest: Manifest, folder: Place) -> tuple[AdapterSection, str | None, str | None]:
-    """Returns what was trained, the base and its revision. Raises BadInputError if the manifest does not say."""
-    try:
-        model, adapter = manifest.recipe["model"], manifest.recipe["adapter"]
-        # The stored section has every field set; with kind none all others would be refused.
-        section = AdapterSection() if adapter["kind"] == "none" else AdapterSection.model_validate({**adapter})
-        return section, model["name_or_path"], model["revision"]
-    except (KeyError, TypeError, ValidationError) as error:
-        raise BadInputError(
-            f"{str(folder)!r}: the recipe in {MANIFEST} is not a run's ({first_line(error)}); name another checkpoint"
-        ) from error
+def _trained_as(manifest: Manifest) -> tuple[AdapterSection, str | None, str | None]:
+    """Returns what was trained, the base and its revision."""
+    model, adapter = manifest.recipe["model"], manifest.recipe["adapter"]
+    # The stored section has every field set; with kind none all others would be refused.
+    section = AdapterSection() if adapter["kind"] == "none" else AdapterSection.model_validate({**adapter})
+    return section, model["name_or_path"], model["revision"]
 
 
 def read_whole(folder: Path, manifest: Manifest, max_bytes: int, average: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -129,9 +130,9 @@ def write_export(
     to: Path,
     settings: ExportSettings,
     then: str,
-    check: Callable[[Path], None] = lambda folder: None,
+    check: Callable[[Path], Any] = lambda folder: None,
     replaces: bool = False,
-) -> None:
+) -> Any:
     """Writes the folder `to`, whole or not at all. The one writer of exports. Collective.
 
     Args:
@@ -139,7 +140,8 @@ def write_export(
         to: the folder.
         settings: how it is written.
         then: what to do once there is room, for errors.
-        check: looks at the folder on rank 0 before it has its name; what it raises leaves nothing behind.
+        check: looks at the folder on rank 0 before it has its name; what it raises leaves nothing behind, and what it
+            returns is returned on every rank.
         replaces: whether to replace a folder that is there.
 
     Raises:
@@ -149,15 +151,16 @@ def write_export(
     unfinished = _unfinished_folder(to if replaces else to.with_name(f"{to.name}.{uuid.uuid4().hex}"))
     problems: list[Exception] = []
 
-    def finish() -> None:
+    def finish() -> Any:
         with _explained(to.parent, then):
             if problems:
                 raise problems[0]
             _write_other_files(source, unfinished, settings)
-        check(unfinished)
+        found = check(unfinished)
         if replaces:
             shutil.rmtree(to, ignore_errors=True)
         _rename(unfinished, to)
+        return found
 
     ranks.on_first_rank(lambda: _make_folder(unfinished, to))
     try:
@@ -165,7 +168,7 @@ def write_export(
     except (OSError, SafetensorError) as error:  # on rank 0, and all of its collectives are done
         problems.append(error)
     try:
-        ranks.on_first_rank(finish)
+        return ranks.on_first_rank(finish)
     finally:
         if ranks.rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)

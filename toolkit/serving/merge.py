@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,13 +96,8 @@ def merge_adapter(adapter: str, to: Path, base: str | None = None, dtype: str | 
     names = FileNames(whole, names_in_files(folder), folder)
     parameters = {name for name, _ in whole.named_parameters()}
     source = Source(whole, tokenizer, files, state_once(whole).items(), parameters, names)
-    difference = 0.0
-
-    def check(export: Path) -> None:
-        nonlocal difference
-        difference = compare_logits(export, expected, written)
-
-    write_export(source, to, settings, "merge it again", check)
+    check = functools.partial(compare_logits, expected=expected, dtype=written)
+    difference = write_export(source, to, settings, "merge it again", check)
     return Merged(of_base.name, str(written).removeprefix("torch."), difference)
 
 

@@ -17,7 +17,6 @@ from support.refusals import Outcome, finetune, toolkit, unclear
 
 from toolkit.checkpoint import consolidate
 from toolkit.errors import BadInputError
-from toolkit.generation.sampling import samples
 from toolkit.recipe import adapter_file
 
 TABLES = cases(__file__)
@@ -141,5 +140,3 @@ def test_json_without_a_bottom_and_a_file_without_an_end(tmp_path: Path) -> None
             finally:
                 signal.alarm(0)
     assert not wrong
-    with pytest.raises(BadInputError, match="no object of JSON"):
-        samples._read_object(folder, "[" * 200_000)

@@ -38,7 +38,7 @@ def test_adapters_are_in_the_parts_that_the_run_trained(parts: list[str] | None)
     recipe = {"adapter": AdapterSection(kind="lora", r=2).model_dump()}
     recipe["model"] = {"name_or_path": None, "revision": None, "train": parts}
     config = AutoConfig.for_model("llava", **FAMILIES["llava"])
-    names = trained_names(_empty_model(config, replace(PLAIN, recipe=recipe), Path("checkpoint")))
+    names = trained_names(_empty_model(config, replace(PLAIN, recipe=recipe)))
     found = {part for part in ("language_model", "projector", "vision_tower") if any(part in name for name in names)}
     assert found == ({"language_model"} if parts is None else {"language_model", "projector", "vision_tower"})
 
@@ -124,11 +124,11 @@ def test_tensors_that_only_the_base_has_are_taken_from_it_alone(tmp_path: Path) 
     (run / "model" / STORED_NAMES).write_text(json.dumps({"names": names, "fingerprint": fingerprint_of(base)}))
     recipe = {"adapter": {"kind": "none"}, "model": {"name_or_path": str(base), "revision": None}}
     manifest = replace(PLAIN, recipe=recipe)
-    stored, found = _base_as_it_was(run, manifest, run)
+    stored, found = _base_as_it_was(run, manifest)
     assert (stored, found) == (frozenset(names), base)
     save_llama(base, make_texts(20), tied=False, seed=1)
-    assert _base_as_it_was(run, manifest, run) == (frozenset(names), None)
+    assert _base_as_it_was(run, manifest) == (frozenset(names), None)
     (note,) = _notes_on_names(base, stored, None)
     assert note.startswith("the export lacks 1 tensor of the base: mtp.fc.weight, whose files are not here as")
     (run / "model" / STORED_NAMES).write_text(json.dumps(names))  # as older versions wrote it
-    assert _base_as_it_was(run, manifest, run) == (frozenset(names), base)
+    assert _base_as_it_was(run, manifest) == (frozenset(names), base)

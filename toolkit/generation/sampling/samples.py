@@ -101,7 +101,7 @@ def begin(options: SampleOptions, rows: Sequence[PromptRow]) -> tuple[list[Sampl
                     "made; name a new folder, or an empty one"
                 )
             return [], None
-        settings = _read_object(folder / SETTINGS, (folder / SETTINGS).read_text("utf-8"))
+        settings = parse_json((folder / SETTINGS).read_bytes())
         lines = (folder / SAMPLES).read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise BadInputError(f"--to: {str(folder)!r} cannot be used: {error.strerror}; name another folder") from error
@@ -141,8 +141,8 @@ def _read_sample(folder: Path, number: int, line: bytes, rows: Sequence[PromptRo
     """Reads a line of the file. Raises BadInputError if it is not a sample, or one of another prompt."""
     place = f"{folder / SAMPLES}:{number + 1}"
     try:
-        found = Sample(**_read_object(place, line))
-    except TypeError:
+        found = Sample(**parse_json(line))
+    except (TypeError, ValueError):
         raise BadInputError(f"{place}: no sample; remove the file, or name another folder with --to") from None
     row, k = divmod(number, samples)
     if row >= len(rows) or (found.row, found.k, found.prompt) != (row, k, rows[row].given):
@@ -151,16 +151,6 @@ def _read_sample(folder: Path, number: int, line: bytes, rows: Sequence[PromptRo
             f"{place}: the sample belongs to another prompt than {what}; pass the file of prompts that it was begun "
             "with (you may append to it), or name another folder with --to"
         )
-    return found
-
-
-def _read_object(place: Any, text: str | bytes) -> dict[str, Any]:
-    try:
-        found = parse_json(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise BadInputError(f"{place}: no object of JSON; remove the file, or name another folder with --to")
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from glob import glob
@@ -98,7 +97,7 @@ class Workload:
         return None if self.teacher is None else self._copy_of(self.teacher).eval()
 
     def _copy_of(self, model: nn.Module) -> nn.Module:
-        model = copied(model)
+        model = copy.deepcopy(model)
         if self.attention is not None:
             register_unmasked()
             with contextlib.suppress(ValueError):  # a model that knows its own kernels alone keeps what it has
@@ -106,30 +105,6 @@ class Workload:
         if self.sequence > 1:
             attend_by_heads(model)
         return model
-
-
-def copied(model: nn.Module) -> nn.Module:
-    """Returns `copy.deepcopy` of a model, in a third of the time: most of what a module holds is empty or a number."""
-    found: nn.Module = _copied(model, {})
-    return found
-
-
-def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:
-    kind = type(module)
-    if id(module) in memo or hasattr(kind, "__deepcopy__") or kind.__setstate__ is not nn.Module.__setstate__:
-        return copy.deepcopy(module, memo)
-    made = memo[id(module)] = kind.__new__(kind)
-    for name, value in vars(module).items():
-        if name == "_modules":
-            held: Any = {child: None if one is None else _copied(one, memo) for child, one in value.items()}
-        elif isinstance(value, bool | int | float | str | None):
-            held = value
-        elif type(value) in (dict, OrderedDict, set, list) and not value:
-            held = type(value)()
-        else:
-            held = copy.deepcopy(value, memo)
-        vars(made)[name] = held
-    return made
 
 
 def _unmasked(
