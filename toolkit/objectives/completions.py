@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from toolkit.data.samples.documents_apart import documents_apart
-from toolkit.data.samples.samples import Batch
+from toolkit.data.samples.samples import IGNORED, Batch
+from toolkit.data.samples.sequence_parts import counts_here
 from toolkit.model.adapters.adapters import adapters_off, has_adapter
+from toolkit.model.structure.fake_tensors import has_values
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.objective import OF_BASE, Objective, RunsWindows
@@ -64,3 +66,20 @@ class OfCompletions(Objective):
         with self._as_base(model):
             found = run([functools.partial(log_probabilities, model, batch) for batch in batches])
         return [{**batch, OF_BASE: of_base} for batch, of_base in zip(batches, found, strict=True)]
+
+
+def learned(batch: Batch, count: int, completions: int = 1) -> torch.Tensor:
+    """Returns which of `count` rows or pairs have targets and count on this rank, (count,), bool.
+
+    Those that ranks share count on the rank with the first part, and what only fills up a batch on none.
+
+    Args:
+        completions: of a row or a pair p, which are segments p * completions and the next ones.
+    """
+    segments = batch["segments"]
+    if not has_values(segments):  # a trace does not know the labels
+        return torch.ones(count, dtype=torch.bool, device=segments.device)
+    found = torch.zeros(count, dtype=torch.bool, device=segments.device)
+    if counts_here(batch):
+        found[segments[batch["labels"] != IGNORED] // completions] = True
+    return found

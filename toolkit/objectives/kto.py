@@ -10,11 +10,10 @@ from torch import nn
 
 from toolkit.data.samples.documents_apart import documents_apart
 from toolkit.data.samples.image_samples import is_of_images
-from toolkit.data.samples.samples import IGNORED, Batch
-from toolkit.data.samples.sequence_parts import KL_PREFIX, counts_here
-from toolkit.model.structure.fake_tensors import has_values
+from toolkit.data.samples.samples import Batch
+from toolkit.data.samples.sequence_parts import KL_PREFIX
 from toolkit.model.structure.without_dropout import without_dropout
-from toolkit.objectives.completions import OfCompletions
+from toolkit.objectives.completions import OfCompletions, learned
 from toolkit.objectives.losses.preference_losses import share_won
 from toolkit.objectives.objective import OF_BASE, Ingredients, Objective, RunsWindows
 
@@ -79,7 +78,7 @@ class Kto(OfCompletions):
 
     def count_targets(self, batch: Batch) -> int:
         """Returns the number of rows; those that fill up a held-out batch do not count, shared ones on one rank."""
-        return int(_learned_rows(batch).sum())
+        return int(learned(batch, len(batch["good"])).sum())
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
         """Adds what `CausalLM.on_host` adds, for both completions, and the rows that are learned (`learned`, (R,))."""
@@ -90,7 +89,7 @@ class Kto(OfCompletions):
             own, other = documents_apart(own), documents_apart(other)
         prepared = self._causal.on_host(other)
         of_other = {f"{KL_PREFIX}{name}": value for name, value in prepared.items() if not is_of_images(name)}
-        return {**self._causal.on_host(own), **of_other, "learned": _learned_rows(batch)}
+        return {**self._causal.on_host(own), **of_other, "learned": learned(batch, len(batch["good"]))}
 
     def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
         """Returns the batches with the base's log-probabilities, (R, 2), and `window_sums`, (2,)."""
@@ -122,8 +121,8 @@ class Kto(OfCompletions):
         # The reference has no dropout either; with it the two would differ.
         with without_dropout(model):
             log_ratios = self._log_ratios(model, batch, is_other=True)
-        learned = self._learned_rows(batch)
-        return torch.stack([log_ratios.masked_fill(~learned, 0.0).sum(), learned.sum()])
+        counted = self._learned_rows(batch)
+        return torch.stack([log_ratios.masked_fill(~counted, 0.0).sum(), counted.sum()])
 
     def _log_ratios(self, model: nn.Module, batch: Batch, is_other: bool = False) -> torch.Tensor:
         """Returns log pi(y|x) - log ref(y|x), (R,), float32, of each row or of its mismatched completion."""
@@ -145,17 +144,17 @@ class Kto(OfCompletions):
         total, count = batch["window"] if "window" in batch else self.window_sums(model, batch)
         kl = (total / count.clamp_min(1)).clamp_min(0.0)
         log_ratios = self._log_ratios(model, batch)
-        learned, good = self._learned_rows(batch), batch["good"]
+        counted, good = self._learned_rows(batch), batch["good"]
         distances = signed_distances(log_ratios, good, kl, self._beta)
         losses = torch.where(good, *self._weights) * (1 - torch.sigmoid(distances))
         found = distances.detach()
         figures = torch.stack([share_won(found), found, kl.expand_as(found)])
         # Filled, not multiplied by 0, which would let a NaN through.
-        sums = figures.masked_fill(~learned, 0.0).sum(dim=1)
-        return losses.masked_fill(~learned, 0.0).sum(), self._beta * log_ratios.detach(), sums
+        sums = figures.masked_fill(~counted, 0.0).sum(dim=1)
+        return losses.masked_fill(~counted, 0.0).sum(), self._beta * log_ratios.detach(), sums
 
     def _learned_rows(self, batch: Batch) -> torch.Tensor:
-        return batch["learned"] if "learned" in batch else _learned_rows(batch)
+        return batch["learned"] if "learned" in batch else learned(batch, len(batch["good"]))
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Returns sums (9,), float64.
@@ -163,10 +162,10 @@ class Kto(OfCompletions):
         These are the loss, the rows, `figures`, and the number and summed rewards of good and then of bad completions.
         """
         loss, rewards, figures = self._losses_rewards_figures(model, batch)
-        learned = self._learned_rows(batch)
-        sides = [learned & batch["good"], learned & ~batch["good"]]
+        counted = self._learned_rows(batch)
+        sides = [counted & batch["good"], counted & ~batch["good"]]
         of_sides = [value for side in sides for value in (side.sum(), rewards.masked_fill(~side, 0.0).sum())]
-        return torch.cat([torch.stack([loss, learned.sum()]), figures, torch.stack(of_sides)]).double()
+        return torch.cat([torch.stack([loss, counted.sum()]), figures, torch.stack(of_sides)]).double()
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
         """Returns means over rows: loss, share and distance of rewards on the right side of z0, z0, and rewards."""
@@ -179,15 +178,3 @@ def _mismatched(batch: Batch) -> Batch:
     """Returns the batch of prompts with completions of other rows."""
     other = {name.removeprefix(KL_PREFIX): value for name, value in batch.items() if name.startswith(KL_PREFIX)}
     return {**{name: value for name, value in batch.items() if is_of_images(name)}, **other}
-
-
-def _learned_rows(batch: Batch) -> torch.Tensor:
-    """Returns which rows are learned and count on this rank, (R,), bool."""
-    learned = torch.ones_like(batch["good"])
-    if not has_values(batch["labels"]):  # a trace does not know the labels
-        return learned
-    learned[:] = False
-    if not counts_here(batch):
-        return learned
-    learned[batch["segments"][batch["labels"] != IGNORED]] = True
-    return learned

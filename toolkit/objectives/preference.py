@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from toolkit.data.samples.samples import IGNORED, Batch
-from toolkit.data.samples.sequence_parts import counts_here
-from toolkit.objectives.completions import OfCompletions
+from toolkit.data.samples.samples import Batch
+from toolkit.objectives.completions import OfCompletions, learned
 from toolkit.objectives.losses.preference_losses import LOSSES, Loss, Pairs
 from toolkit.objectives.objective import OF_BASE, Ingredients, Objective, RunsWindows
 
@@ -53,10 +52,7 @@ class Preference(OfCompletions):
 
     def count_targets(self, batch: Batch) -> int:
         """Returns the number of pairs with targets; rows that ranks share count on the rank with the first part."""
-        if not counts_here(batch):
-            return 0
-        # Segments 2 p and 2 p + 1 are the completions of pair p.
-        return int(torch.unique(batch["segments"][batch["labels"] != IGNORED] // 2).numel())
+        return int(learned(batch, len(batch["reference"]), 2).sum())
 
     def log_probabilities(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns log-probabilities of each pair's chosen and rejected completion, (P, 2), and their tokens, (P, 2)."""

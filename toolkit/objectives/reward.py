@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from toolkit.data.samples.documents_apart import documents_apart
-from toolkit.data.samples.samples import IGNORED, Batch
-from toolkit.data.samples.sequence_parts import counts_here
+from toolkit.data.samples.samples import Batch
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.structure.fake_tensors import has_values
 from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.completions import learned
 from toolkit.objectives.losses.preference_losses import share_won
 from toolkit.objectives.losses.scores import any_places, at_places, places_of, scores_of_tokens
 from toolkit.objectives.objective import Ingredients, Objective
@@ -72,7 +72,7 @@ class Reward(Objective):
 
     def count_targets(self, batch: Batch) -> int:
         """Returns the number of pairs; those that fill up a held-out batch do not count, shared ones on one rank."""
-        return int(_learned_pairs(batch).sum())
+        return int(learned(batch, len(batch["margin"]), 2).sum())
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
         """Adds what `CausalLM.on_host` adds, and `_reward_places`."""
@@ -107,9 +107,9 @@ class Reward(Objective):
     def _reward_places(self, batch: Batch) -> Batch:
         """Returns where each completion's reward is, (2 P,), see `places_of`; and the learned pairs, (P,), bool."""
         segments, count = batch["segments"], 2 * len(batch["margin"])
-        learned = {"learned": _learned_pairs(batch)}
+        known = {"learned": learned(batch, len(batch["margin"]), 2)}
         if not has_values(segments):
-            return {**any_places(count, batch), **learned}
+            return {**any_places(count, batch), **known}
         ids, segments = batch.get("whole_ids", batch["input_ids"]).flatten(), segments.flatten()
         places = torch.arange(len(ids), device=ids.device)
         lasts = torch.full((count,), -1, device=ids.device)
@@ -117,7 +117,7 @@ class Reward(Objective):
             found = torch.full_like(lasts, -1).scatter_reduce(0, segments[chosen], places[chosen], "amax")
             lasts = torch.where(lasts < 0, found, lasts)  # the second time for completions of padding alone
         length = batch["segments"].shape[1]
-        return {**places_of(lasts // length, lasts % length, batch), **learned}
+        return {**places_of(lasts // length, lasts % length, batch), **known}
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Returns the loss, the number of pairs, and `figures`, (6,), float64."""
@@ -133,14 +133,3 @@ def _figures(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
     """Returns `Reward.figures` of each pair, (4, P)."""
     margins = chosen - rejected
     return torch.stack([share_won(margins), margins, chosen, rejected])
-
-
-def _learned_pairs(batch: Batch) -> torch.Tensor:
-    """Returns which pairs are learned, (P,), bool."""
-    segments, margin = batch["segments"], batch["margin"]
-    if not has_values(segments):  # a trace does not know the labels
-        return torch.ones_like(margin, dtype=torch.bool)
-    learned = torch.zeros_like(margin, dtype=torch.bool)
-    if counts_here(batch):
-        learned[segments[batch["labels"] != IGNORED] // 2] = True
-    return learned
