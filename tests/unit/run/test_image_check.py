@@ -10,9 +10,10 @@ import torch
 from support.images_by_hand import BEGIN, END, PLACE, Drawn, DrawnImages, Row, random_rows, samples_of, seeing_model
 
 from toolkit.data.samples.image_samples import ImageSamples
+from toolkit.errors import BadInputError
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.run.checks import image_check
-from toolkit.run.checks.image_check import SightCheck, SightError, check_images, require_no_targets
+from toolkit.run.checks.image_check import SightCheck, check_images, require_no_targets
 from toolkit.run.checks.packing_check import LeakError
 
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ def test_a_row_with_more_places_than_features_is_named() -> None:
     more = Row([20, BEGIN, PLACE, PLACE, END, 21, 22], [False] * 5 + [True] * 2, [Drawn(1, 1, 1)])
     fewer = Row([23, 24, BEGIN, PLACE, END, 25], [False] * 5 + [True], [Drawn(2, 1, 2)])
     samples = samples_of("internvl", [[text, more, fewer]], True, 128)
-    with pytest.raises(SightError, match=r"rows\.jsonl:2: InternVL.* cannot take its images: .*do not match"):
+    with pytest.raises(BadInputError, match=r"rows\.jsonl:2: InternVL.* cannot take its images: .*do not match"):
         checked("internvl", samples)
 
 
@@ -61,9 +62,9 @@ def test_a_place_that_is_learned_is_named() -> None:
     rows = random_rows("llava", [0, 2, 0], seed=5)
     learned = Row(rows[1].ids, [True] * len(rows[1].ids), rows[1].images)
     samples = samples_of("llava", [[rows[0], learned], [rows[2]]], True, 128)
-    with pytest.raises(SightError, match=r"rows\.jsonl:2: tokens that stand for an image would be learned as text"):
+    with pytest.raises(BadInputError, match=r"rows\.jsonl:2: tokens that stand for an image would be learned as text"):
         require_no_targets(samples)
-    with pytest.raises(SightError, match=r"rows\.jsonl:2: tokens that stand"):
+    with pytest.raises(BadInputError, match=r"rows\.jsonl:2: tokens that stand"):
         checked("llava", samples)
 
 
@@ -71,7 +72,9 @@ def test_an_image_that_is_not_seen_is_named() -> None:
     model = seeing_model("llava")
     project = model.model.multi_modal_projector.forward
     model.model.multi_modal_projector.forward = lambda *args: 0.0 * project(*args)
-    with pytest.raises(SightError, match=r"rows\.jsonl:4: its image changes no logit of LlavaForConditionalGeneration"):
+    with pytest.raises(
+        BadInputError, match=r"rows\.jsonl:4: its image changes no logit of LlavaForConditionalGeneration"
+    ):
         checked("llava", drawn("llava"), model)
 
 

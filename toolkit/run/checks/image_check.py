@@ -29,10 +29,6 @@ TRIED = 8
 """Number of rows with images that are each tried alone."""
 
 
-class SightError(BadInputError):
-    """Rows with images do not reach the model as they should."""
-
-
 @dataclass(frozen=True)
 class SightCheck:
     """Measured differences, as shares of the largest logit.
@@ -60,7 +56,7 @@ def check_images(
         The measured differences, or None if no sample has an image, or the logits are not finite.
 
     Raises:
-        SightError: if an image has no effect or is learned as text, or the model cannot take it on every rank.
+        BadInputError: if an image has no effect or is learned as text, or the model cannot take it on every rank.
         LeakError: if rows that share a sample see each other.
     """
     found = next((n for n in _shared_samples_first(samples) if samples.has_image(n)), None)
@@ -74,7 +70,7 @@ def check_images(
         return None  # the first step will say so
     name = _row_name(samples, found, _first_seen(samples, found))
     if check.seen == 0.0:
-        raise SightError(
+        raise BadInputError(
             f"{name}: its image changes no logit of {_class(model)}, so it would not be seen; train another model"
         )
     require_apart(check.leaks, check.alone, in_16_bits, f"{_class(model)} ({name})", MEND, "the image of another is")
@@ -85,13 +81,13 @@ def require_no_targets(samples: ImageSamples) -> None:
     """Checks that no token that stands for an image is learned.
 
     Raises:
-        SightError: if one is.
+        BadInputError: if one is.
     """
     placeholders = np.array(sorted(samples.images.token_ids))
     for number in _looked_at(samples):
         for place, (ids, targets) in enumerate(samples.tokens(number)):
             if np.any(np.isin(ids, placeholders) & np.asarray(targets, dtype=bool)):
-                raise SightError(
+                raise BadInputError(
                     f"{_row_name(samples, number, place)}: tokens that stand for an image would be learned as text; "
                     "report this"
                 )
@@ -104,7 +100,7 @@ def _require_features(model: nn.Module, objective: Objective, samples: ImageSamp
     """
     for number, place in _rows_of_unlike_sizes(samples):
         name = _row_name(samples, number, place)
-        with refused(f"{name}: {_class(model)} cannot take its images: {{error}}", SightError):
+        with refused(f"{name}: {_class(model)} cannot take its images: {{error}}"):
             _logits(model, objective, samples.alone(number, place), device)
 
 
