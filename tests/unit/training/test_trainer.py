@@ -58,6 +58,7 @@ class Product:
     figures = ("margin",)
     failure = None
     needs_whole_steps = False
+    pads = True
 
     def count_targets(self, batch: dict[str, torch.Tensor]) -> int:
         return 1
