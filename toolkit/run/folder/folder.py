@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
 import tempfile
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +28,7 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder import finished
 from toolkit.run.folder.finished import FINISHED
 from toolkit.run.stages.stages import PreparedRun
+from toolkit.supervise.lock import LOCK
 from toolkit.supervise.output_place import unwritable
 from toolkit.supervise.rank_status import FOLDER as HEARTBEAT_FOLDER
 from toolkit.supervise.rank_status import REPORT
@@ -111,23 +110,10 @@ def _require_one_folder(output_dir: Path) -> None:
     """
     if ranks.world_size() == 1:
         return
-    # With a token in the file, because a folder on another disk can hold a file of the same name.
-    token = uuid.uuid4().hex
-    name, token = ranks.gather_objects((f".token.{os.getpid()}.tmp", token))[0]
-    path = output_dir / name
-
-    def write() -> None:
-        try:
-            path.write_text(token, encoding="utf-8")
-        except OSError as error:
-            raise unwritable(output_dir, error) from error
-
-    ranks.on_first_rank(write)
-    try:
-        seen = ranks.gather_objects((platform.node(), appears(path, token, LISTING_SECONDS)))
-    finally:
-        if ranks.rank() == 0:
-            path.unlink(missing_ok=True)
+    # Its text is this run's: a folder on another disk can hold the lock of another one.
+    lock = output_dir / LOCK
+    text = ranks.on_first_rank(lambda: lock.read_text(encoding="utf-8"))
+    seen = ranks.gather_objects((platform.node(), appears(lock, text, LISTING_SECONDS)))
     blind = [f"rank {rank} on {host}" for rank, (host, found) in enumerate(seen) if not found]
     if blind:
         raise BadInputError(
