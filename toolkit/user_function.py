@@ -295,19 +295,14 @@ def as_number(value: Any) -> float | None:
         if type(value).__module__ == "numpy" and not value.ndim:
             value = value.item()
         return float(value) if isinstance(value, numbers.Number) else None  # type: ignore[arg-type] # fails if complex
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
+    except Exception:
         return None
 
 
 def _in_words(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return "it called sys.exit, which would have ended the process"
-    try:
-        return f"{type(error).__name__}: {first_line(error)}"
-    except BaseException:  # a class of the user's, whose text is code, too
-        return f"{type(error).__name__}, whose text cannot be printed"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _line_of(error: BaseException) -> str:

@@ -68,11 +68,6 @@ class RankStatus:
     seconds: float
     silent_seconds: float
 
-    @property
-    def is_stopped(self) -> bool:
-        """Returns whether the process is stopped, by a signal or a debugger."""
-        return self.state in ("T", "t")
-
     def aged(self, seconds: float) -> RankStatus:
         """Returns the same status, seen this many seconds later."""
         return replace(self, seconds=self.seconds + seconds, silent_seconds=self.silent_seconds + seconds)
@@ -103,7 +98,7 @@ class RankStatus:
             return True
         patience = PATIENCE.get(self.phase, 1.0)
         stands = self.seconds > patience * limit and not is_excused
-        return stands or (self.is_stopped and self.silent_seconds > limit)
+        return stands or (self.state in ("T", "t") and self.silent_seconds > limit)
 
     @property
     def where(self) -> str:
