@@ -99,7 +99,7 @@ class OwnCode(RunPart):
             )
 
     def extension(self, loop: Loop) -> Extension | None:
-        return OwnExtensions(self._owned, loop.metrics.warn, loop.save) if self._owned else None
+        return OwnExtensions(self._owned, loop.save) if self._owned else None
 
 
 # ---- The user's own extensions: named in a recipe or given to `finetune`, checked, called inside a fence ----
@@ -217,18 +217,15 @@ class OwnExtensions(Extension):
 
     Args:
         owned: the extensions.
-        warn: shows a warning.
         save: saves the state of the trainer before `ends_run` ends the run.
     """
 
     def __init__(
         self,
         owned: Sequence[Own],
-        warn: Callable[[str], None] = print,
         save: Callable[[LoopState], Any] = lambda trainer: None,
     ) -> None:
         self._owned = owned
-        self._warn = warn
         self._save = save
 
     def _of(self, call: str) -> Iterable[Own]:
@@ -317,9 +314,6 @@ class OwnExtensions(Extension):
         for own in self._of("resume"):
             if own.field in before:
                 own.call("resume", before[own.field])
-        gone = sorted(before.keys() - {own.field for own in self._of("resume")})
-        if gone:
-            self._warn(f"the checkpoint has the state of {', '.join(gone)}, which nothing takes up now")
 
     def close(self) -> None:
         self._call_all("close")
