@@ -38,6 +38,7 @@ from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.supervise.lock import owned
 from toolkit.supervise.output_place import require_place
 from toolkit.supervise.rank_status import REPORT
+from toolkit.supervise.starts import counted_start, forget_starts
 from toolkit.supervise.watched import watched
 from toolkit.training.durable_writes import patiently
 from toolkit.training.extension import Extension
@@ -86,7 +87,8 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
             return _finished_before(opened)
         running.enter_context(owned(output_dir))
         opened.found = found = find_checkpoint(opened)
-        with claimed(output_dir, recipe, found) as told:
+        step = opened.resumed.step if opened.resumed is not None else 0
+        with counted_start(output_dir, step), claimed(output_dir, recipe, found) as told:
             for line in told:
                 console.warn(line)
             heartbeat = running.enter_context(watched(output_dir, recipe.training.stall_minutes))
@@ -118,6 +120,7 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
             output.finish(result)
         else:
             print_result(console, opened.recipe, result, opened.story, opened.shown.side_by_side)
+        ranks.on_first_rank(lambda: forget_starts(output_dir))
         heartbeat.enter_phase(Phase.EXPORT)
         _push(opened.recipe, result)
         return result

@@ -95,20 +95,6 @@ def test_a_job_for_slurm(here: Path) -> None:
     assert "ACCUMULATION" not in _written(here, "--cpu", "2", "--nodes", "2")
 
 
-def test_a_job_asks_for_a_next_start_a_hundred_times(here: Path) -> None:
-    end = _written(here, "--cpu", "2", "--nodes", "2").partition("\ncode=$?\n")[2]
-
-    def asks(code: int, starts: str, asked: str = "no") -> bool:
-        begin = f"scontrol() {{ echo again; }}; asked={asked} code={code} SLURM_RESTART_COUNT={starts}\n"
-        done = subprocess.run(["bash", "-c", begin + end], capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (code, "")
-        return bool(done.stdout)
-
-    assert [asks(code, "") for code in range(5)] == [False, False, False, True, True]
-    assert [asks(3, starts) for starts in ("99", "100", "101")] == [True, False, False]
-    assert not asks(3, "", asked="yes")
-
-
 def _written(here: Path, *arguments: str) -> str:
     done = job(*arguments, "--to", "job.txt", "--force")
     assert done.exit_code == 0, done.exception
