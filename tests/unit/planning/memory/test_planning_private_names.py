@@ -18,7 +18,6 @@ def test_private_modules_are_named_in_few_files() -> None:
     assert naming == {
         "__init__.py",  # the name of a logger
         "cli/shared/console.py",  # the name of its logger
-        "model/attention/attention.py",  # the name of a kernel, and does without
         "model/structure/fake_tensors.py",
         "planning/memory/fake.py",
         "run/stages/accelerator.py",  # whether CUDA is unusable after a fork
