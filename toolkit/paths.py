@@ -150,9 +150,7 @@ def read_foreign(path: Path, most_bytes: int = GIB) -> bytes:
     Raises:
         OSError: if it cannot be read, is not a regular file (opening a FIFO would wait forever), or is larger.
     """
-    # Windows has neither FIFOs in folders nor this flag.
-    no_wait = getattr(os, "O_NONBLOCK", 0)
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | no_wait)) as file:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         content = file.read(most_bytes + 1)

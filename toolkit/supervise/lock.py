@@ -8,6 +8,7 @@ those that are forked close it, and it is not inherited by programs.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import platform
 import time
@@ -20,7 +21,6 @@ from toolkit import ranks
 from toolkit.errors import BadInputError, RankError, ToolkitError
 from toolkit.supervise.output_place import make_place, unwritable
 from toolkit.terminal import Terminal, format_time
-from toolkit.unix import fcntl
 
 LOCK = ".lock"
 """The name of the file, which says who holds it, for errors."""
@@ -101,8 +101,6 @@ def acquire(folder: Path) -> BinaryIO:
 def _lock(file: BinaryIO, folder: Path) -> bool:
     """Locks the file, if the file system has locks. Returns whether no other run holds it, as far as can be seen."""
     try:
-        if fcntl is None:
-            raise OSError("Windows has other ones")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.register_at_fork(after_in_child=file.close)  # a worker that is left over would hold the folder
     except BlockingIOError:

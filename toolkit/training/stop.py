@@ -15,11 +15,8 @@ from toolkit.errors import StoppedError
 from toolkit.terminal import in_notebook
 from toolkit.training.extension import Extension
 
-HANG_UP: signal.Signals | None = getattr(signal, "SIGHUP", None)
-SAVE_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)
-"""None on Windows, which has no such signal."""
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, *([HANG_UP] if HANG_UP else []))
+SAVE_SIGNAL = signal.SIGUSR1
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # A launcher passes on what the ranks have had from the terminal or the batch system already.
 SAME_REQUEST_SECONDS = 3.0
 
@@ -68,10 +65,9 @@ class StopRequests(Extension):
     def __enter__(self) -> StopRequests:
         # Python lets no other thread set handlers.
         if threading.current_thread() is threading.main_thread():
-            handled = [number for number in SIGNALS if number != HANG_UP or not _goes_on_without_terminal()]
+            handled = [number for number in SIGNALS if number != signal.SIGHUP or not _goes_on_without_terminal()]
             self._handlers = {number: signal.signal(number, self._on_signal) for number in handled}
-            if SAVE_SIGNAL is not None:
-                self._handlers[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, self._on_save)
+            self._handlers[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, self._on_save)
         return self
 
     def __exit__(
@@ -79,7 +75,7 @@ class StopRequests(Extension):
     ) -> None:
         for number, handler in self._handlers.items():
             # A process that ends for SIGTERM still has to say so, whatever its launcher sends on.
-            is_handed_on = number in (signal.SIGTERM, HANG_UP)
+            is_handed_on = number in (signal.SIGTERM, signal.SIGHUP)
             ends = is_handed_on and self._signal == number.name and isinstance(error, StoppedError)
             # The launcher's copy of the same Ctrl-C must not interrupt the report of it. A notebook sends none.
             is_interrupted = number == signal.SIGINT and isinstance(error, KeyboardInterrupt) and not in_notebook()
@@ -90,7 +86,7 @@ class StopRequests(Extension):
         self._save = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == HANG_UP:
+        if number == signal.SIGHUP:
             leave_terminal()
         if self._signal is None:
             self._signal, self._signalled = signal.Signals(number).name, time.monotonic()

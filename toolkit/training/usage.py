@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import resource
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from toolkit.data.samples.samples import Batch
 from toolkit.model.quantised.quantised import QuantisedLinear, quantised_layers
 from toolkit.model.routers import experts_of_a_token
-from toolkit.unix import resource
 
 
 def forget_peaks(device: torch.device) -> None:
@@ -36,8 +35,6 @@ def peak_device_bytes(device: torch.device) -> int:
 
 def peak_host_bytes() -> int:
     """Returns the largest resident set of this process (bytes); on Linux, since `forget_peaks`."""
-    if resource is None:
-        return int(psutil.Process().memory_info().peak_wset)
     # ru_maxrss is in bytes on macOS and in KiB on Linux.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import platform
+import resource
 import shutil
 import subprocess
 import tempfile
@@ -23,7 +24,6 @@ from toolkit.cli.shared.arguments import MACHINES, AsJson, MachineRank, MainProc
 from toolkit.cli.shared.console import print_table
 from toolkit.errors import BadInputError, first_line
 from toolkit.paths import GIB, user_cache
-from toolkit.unix import resource
 
 OK, WARNING, FAILED = "ok", "warning", "FAILED"
 
@@ -189,8 +189,6 @@ def _disk_findings() -> Iterator[Finding]:
     if Path("/dev/shm").is_dir():  # noqa: S108 (looked at, not written to)
         fix = "start the container with --shm-size=8g"
         yield _free_space("shared memory", Path("/dev/shm"), LEAST_SHARED_BYTES, fix)  # noqa: S108
-    if resource is None:
-        return
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     few = files != resource.RLIM_INFINITY and files < LEAST_OPEN_FILES
     yield Finding(
@@ -202,11 +200,8 @@ def _free_space(name: str, folder: Path, least: int, fix: str) -> Finding:
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    return (
-        Finding(name, OK, f"{free / GIB:.1f} GiB free")
-        if free >= least
-        else Finding(name, WARNING, f"{free / GIB:.1f} GiB free", fix)
-    )
+    fits = free >= least
+    return Finding(name, OK if fits else WARNING, f"{free / GIB:.1f} GiB free", "" if fits else fix)
 
 
 def _backend_findings() -> Iterator[Finding]:

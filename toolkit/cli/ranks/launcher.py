@@ -20,7 +20,7 @@ from toolkit.cli.shared.hub import settle_hub
 from toolkit.errors import SAVED, BadInputError, RankLostError, StoppedError, first_line, in_words, signal_name
 from toolkit.recipe.recipe import Recipe
 from toolkit.supervise.launched_ranks import settle_launcher
-from toolkit.training.stop import HANG_UP, SAVE_SIGNAL, SIGNALS, leave_terminal
+from toolkit.training.stop import SAVE_SIGNAL, SIGNALS, leave_terminal
 
 
 def run_launcher(arguments: Sequence[str], output_dir: Path, recipe: Recipe | None = None) -> int:
@@ -56,7 +56,7 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, recipe: Recipe | No
             # Nothing is logged there; otherwise torch's launcher leaves an empty folder torchelastic_* for each start.
             settings.log_dir = os.devnull
             # By `nohup`, which torch's launcher does not heed.
-            if HANG_UP is not None and signal.getsignal(HANG_UP) is signal.SIG_IGN:
+            if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
                 settings.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
             if forks:
                 settings.run_path, settings.start_method = True, "fork"  # options of torch's launcher
@@ -110,7 +110,7 @@ def _import_for_ranks() -> None:
     gc.freeze()  # no rank looks for garbage in it, which would also copy its pages
 
 
-HANDED_ON = (*SIGNALS, *([SAVE_SIGNAL] if SAVE_SIGNAL else []))
+HANDED_ON = (*SIGNALS, SAVE_SIGNAL)
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def _forwarding_signals() -> Iterator[None]:
     """
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        if number == HANG_UP:
+        if number == signal.SIGHUP:
             leave_terminal()
         children = psutil.Process().children()
         if not children and number != SAVE_SIGNAL:

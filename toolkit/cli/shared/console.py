@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import re
+import resource
 import sys
 import time
 import traceback
@@ -20,7 +21,6 @@ from rich.table import Table
 from toolkit.cli.shared.signals import INTERRUPTED
 from toolkit.errors import BadInputError, OwnCodeError, RankError, StoppedError, ToolkitError, first_line, is_lost_peer
 from toolkit.terminal import Terminal
-from toolkit.unix import resource
 
 PATIENCE_SECONDS = 20.0
 """How long other ranks stay alive after an error, so that rank 0 gets to print it before a launcher ends it."""
@@ -72,8 +72,6 @@ def require_files() -> None:
     Raises:
         BadInputError: if it stays too small.
     """
-    if resource is None:
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:

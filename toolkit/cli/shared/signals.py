@@ -31,8 +31,7 @@ def leave_launcher() -> None:
 
 def ignore_save_requests() -> None:
     """Makes a request for a checkpoint (SIGUSR1) not end a process that still starts up. A run has its own handler."""
-    if hasattr(signal, "SIGUSR1"):  # Windows lacks it
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def end_at_interrupts() -> None:

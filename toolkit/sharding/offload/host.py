@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import platform
+import resource
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,6 @@ from toolkit import ranks
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.paths import GIB
 from toolkit.terminal import format_bytes
-from toolkit.unix import resource
 
 # The files of cgroup version 2. Without them the figure of the host counts.
 CGROUP = Path("/sys/fs/cgroup")
@@ -194,8 +194,6 @@ def free_host_bytes() -> int:
 
 def _process_room() -> int | None:
     """Returns the bytes that this process may still take, or None without a limit."""
-    if resource is None:
-        return None
     used = psutil.Process().memory_info()
     rooms = [
         limit - getattr(used, kind)
