@@ -18,11 +18,12 @@ pytestmark = pytest.mark.conformance
 
 def run(suite: str, backend: str, fault: str = "", *options: str) -> dict[str, str]:
     """The outcome of each case of a suite."""
-    tests = [HERE / each[2:] if each[0] == "~" else source_of(suite) / each for each in SUITES[suite]["tests"]]
-    return outcomes(suite, [*tests, *options], backend, fault, **SUITES[suite]["variables"])
+    package = SUITES[suite].get("package", suite)
+    tests = [HERE / each[2:] if each[0] == "~" else source_of(package) / each for each in SUITES[suite]["tests"]]
+    return outcomes(package, [*tests, *options], backend, fault, **SUITES[suite]["variables"])
 
 
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", [name for name in SUITES if "quick" in SUITES[name]])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_suite_fails_on_a_planted_fault(suite: str, fault: str) -> None:
     found = run(suite, SUITES[suite]["strategy"], fault, *SUITES[suite]["quick"])
