@@ -160,7 +160,7 @@ def format_bytes(value: float) -> str:
     return f"{value:,.0f} B"
 
 
-class Pass:
+class LongAction:
     """Prints the progress of a long action: first after five seconds, then less and less often.
 
     Call it with the number of items done and the total. As a context manager it also prints if nothing calls it, for
@@ -192,7 +192,7 @@ class Pass:
         self._due = taken + min(taken, 12 * PASS_SECONDS)
         self._console.print(f"{self._what}: {how_far}")
 
-    def __enter__(self) -> Pass:
+    def __enter__(self) -> LongAction:
         self._over.clear()
         self._restart_clock()
         if not self._console.quiet:

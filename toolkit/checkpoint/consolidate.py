@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from toolkit.checkpoint.export import (
     EXPORT_TYPES,
     ExportSettings,
-    Source,
+    ExportSource,
     compare_logits,
     dtype_of_export,
     logits_of_random_tokens,
@@ -93,7 +93,7 @@ def export_checkpoint(
     is_adapter = has_adapter(model)
     stored, base = _base_as_it_was(run, manifest)
     take_generation_settings(base_of(model), str(run / MODEL_FILES))
-    source = Source(
+    source = ExportSource(
         model,
         tokenizer,
         BaseFiles.read(run / MODEL_FILES),

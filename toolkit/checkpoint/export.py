@@ -85,7 +85,7 @@ class ExportSettings:
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """What is exported: a run's live model, a checkpoint, or an adapter with its base.
 
     Attributes:
@@ -108,7 +108,9 @@ class Source:
     trained_on: tuple[str | None, str | None, str | None] = (None, None, None)
 
 
-def source_of_run(model: nn.Module, fit: Fit, tokenizer: PreTrainedTokenizerBase, settings: ExportSettings) -> Source:
+def source_of_run(
+    model: nn.Module, fit: Fit, tokenizer: PreTrainedTokenizerBase, settings: ExportSettings
+) -> ExportSource:
     """Returns the source of a live model's export. Its tensors are gathered, all ranks together, as they are taken."""
     if not is_whole(model, settings):
         trained = trained_names(model)
@@ -116,17 +118,17 @@ def source_of_run(model: nn.Module, fit: Fit, tokenizer: PreTrainedTokenizerBase
         # As it was read: the base may have been edited since.
         configuration = digest_of_configuration(fit.files.contents.get(CONFIG, b""))
         trained_on = fit.fingerprint, configuration, fit.files.digests().get(GENERATION)
-        return Source(model, tokenizer, fit.files, whole_tensors(state), trained_on=trained_on)
+        return ExportSource(model, tokenizer, fit.files, whole_tensors(state), trained_on=trained_on)
     names = FileNames(base_of(model), fit.stored, None if fit.stored is None else fit.folder)
     parameters = {base_name(name) for name, _ in model.named_parameters()}
     if has_adapter(model):
         tensors = merged(model, dequantised(model, whole_tensors(state_in_layers(model))))
-        return Source(base_of(model), tokenizer, fit.files, tensors, parameters, names)
-    return Source(model, tokenizer, fit.files, whole_tensors(state_once(model)), parameters, names)
+        return ExportSource(base_of(model), tokenizer, fit.files, tensors, parameters, names)
+    return ExportSource(model, tokenizer, fit.files, whole_tensors(state_once(model)), parameters, names)
 
 
 def write_export(
-    source: Source,
+    source: ExportSource,
     to: Path,
     settings: ExportSettings,
     then: str,
@@ -188,7 +190,7 @@ def _rename(unfinished: Path, to: Path) -> None:
         raise BadInputError(f"--to: {str(to)!r} was made meanwhile; name a new folder") from error
 
 
-def _write_tensors(source: Source, folder: Path, settings: ExportSettings) -> None:
+def _write_tensors(source: ExportSource, folder: Path, settings: ExportSettings) -> None:
     """Writes the weights or the adapter, as they come. Collective."""
     if source.names is None:
         base, configuration, _ = source.trained_on
@@ -204,7 +206,7 @@ def _write_tensors(source: Source, folder: Path, settings: ExportSettings) -> No
         raise
 
 
-def _write_other_files(source: Source, folder: Path, settings: ExportSettings) -> None:
+def _write_other_files(source: ExportSource, folder: Path, settings: ExportSettings) -> None:
     base, tokenizer, files = base_of(source.model), source.tokenizer, source.files
     if source.names is None:
         write_adapter_files(base, tokenizer, folder, files, source.trained_on[2])

@@ -13,7 +13,7 @@ from toolkit.errors import BadInputError, HubError, first_line, in_words
 from toolkit.model.beside_weights.base_files import CONFIG, GENERATION, PROCESSORS, TOKENIZERS
 from toolkit.paths import BASE_FILE
 from toolkit.recipe.schema import ExportSection
-from toolkit.terminal import Pass, Terminal
+from toolkit.terminal import LongAction, Terminal
 
 OF_EXPORTS = [
     "model*.safetensors",
@@ -57,7 +57,7 @@ def push_export(settings: ExportSection, folder: Path) -> None:
     if name is None:
         return
     console = Terminal(quiet=ranks.rank() != 0)
-    with Pass(console, f"pushing the export to {name}"):
+    with LongAction(console, f"pushing the export to {name}"):
         address = ranks.on_first_rank(lambda: _upload_folder(name, settings.hub_private, folder))
     console.print(f"pushed to {address}", markup=False)
 

@@ -39,7 +39,7 @@ COLUMNS = ("node", "host", "address", "interface", "reaches", "folder", "clock",
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     """Where this node is among the others.
 
     Attributes:
@@ -80,7 +80,7 @@ class Node:
     folder: str = ""
 
 
-def compare_nodes(place: Place, folder: Path) -> list[Node]:
+def compare_nodes(place: NodePlace, folder: Path) -> list[Node]:
     """Compares all nodes, each of which calls this. Returns what they say, in their order.
 
     Raises:
@@ -98,7 +98,7 @@ def compare_nodes(place: Place, folder: Path) -> list[Node]:
     return [Node(**each) for each in found]
 
 
-def _meet(place: Place) -> TCPStore:
+def _meet(place: NodePlace) -> TCPStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     limit = timedelta(seconds=MEETING_SECONDS)
@@ -112,20 +112,20 @@ def _meet(place: Place) -> TCPStore:
         ) from error
 
 
-def _exchange(store: TCPStore, place: Place, what: str, value: Any) -> list[Any]:
+def _exchange(store: TCPStore, place: NodePlace, what: str, value: Any) -> list[Any]:
     """Returns what every node gives, in their order."""
     store.set(f"{what} {place.rank}", json.dumps(value))
     return [json.loads(store.get(f"{what} {rank}")) for rank in range(place.count)]
 
 
-def _leave(store: TCPStore, place: Place) -> None:
+def _leave(store: TCPStore, place: NodePlace) -> None:
     """Lets node 0, which holds the place where they meet, leave last."""
     store.set(f"left {place.rank}", "")
     if place.rank == 0:
         store.wait([f"left {rank}" for rank in range(place.count)])
 
 
-def _clock_difference(store: TCPStore, place: Place) -> float:
+def _clock_difference(store: TCPStore, place: NodePlace) -> float:
     """Returns by how much this clock is ahead of node 0's, measured when all wait for its word."""
     _exchange(store, place, "ready", None)
     if place.rank == 0:
@@ -174,7 +174,7 @@ def _reaches(address: str | None, port: int) -> bool:
     return True
 
 
-def _folder_problem(store: TCPStore, place: Place, folder: Path) -> str:
+def _folder_problem(store: TCPStore, place: NodePlace, folder: Path) -> str:
     """Returns why this node does not share the folder with the others, or an empty text. Leaves nothing there."""
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     mine, token = folder / f".node_{place.rank:05d}.{uuid.uuid4().hex}", uuid.uuid4().hex

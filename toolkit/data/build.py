@@ -36,7 +36,7 @@ from toolkit.errors import DataError
 from toolkit.paths import source_name
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, SourceSection
-from toolkit.terminal import Pass, Terminal
+from toolkit.terminal import LongAction, Terminal
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Builder:
             (folder / "documents.json").write_text(json.dumps(facts), encoding="utf-8")
             self._write_samples(folder, self._rows(train, weighted=True), self._rows(validation, weighted=False))
 
-        with Pass(Terminal(quiet=ranks.rank() != 0), "making samples of the rows"):
+        with LongAction(Terminal(quiet=ranks.rank() != 0), "making samples of the rows"):
             return kept(self.cache / f"samples-{key}", write)
 
     def _tokenised(self, section: SourceSection, field: str, names: dict[str, str]) -> Named:
@@ -190,7 +190,7 @@ class Builder:
             *self.kind.key(source),
             *([] if images is None else [images.identity, self.data.image_root]),
         )
-        with Pass(Terminal(quiet=ranks.rank() != 0), f"tokenising {source.name}"):
+        with LongAction(Terminal(quiet=ranks.rank() != 0), f"tokenising {source.name}"):
             folder = kept(
                 self.cache / f"{DOCUMENTS}{key}",
                 lambda folder: write_documents(source, layout, encoder, self.data.num_proc, folder),

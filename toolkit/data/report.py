@@ -47,13 +47,13 @@ MANY_DROPPED = 0.05
 """Share of dropped rows above which there is a warning."""
 
 
-class _Part(BaseModel):
+class _ReportPart(BaseModel):
     """A part of the report; fields that do not apply are not set, and are not written."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Found(_Part):
+class Found(_ReportPart):
     """Rows with something in common.
 
     Attributes:
@@ -74,7 +74,7 @@ class Found(_Part):
 NONE = Found(count=0, rows=[])
 
 
-class SourceReport(_Part):
+class SourceReport(_ReportPart):
     """What became of one source's rows.
 
     Attributes:
@@ -95,7 +95,7 @@ class SourceReport(_Part):
     tokens_by: str | None = None
 
 
-class SplitReport(_Part):
+class SplitReport(_ReportPart):
     """What became of the rows of a split, and how long the kept ones are.
 
     Attributes:
@@ -138,7 +138,7 @@ class SplitReport(_Part):
     also_in_train: int | None = None
 
 
-class DataReport(_Part):
+class DataReport(_ReportPart):
     """What was read, what became of it, and the settings by which it is learned.
 
     Attributes:

@@ -63,7 +63,7 @@ from toolkit.recipe.objectives.registry import SPECS
 from toolkit.recipe.schema import AdapterSection, ModelSection
 from toolkit.recipe.yaml_values import yaml_text
 from toolkit.sharding.apply import KeepsMasters, LoadsWeights
-from toolkit.terminal import Pass, Terminal
+from toolkit.terminal import LongAction, Terminal
 
 
 class SpecialTokens(Protocol):
@@ -156,7 +156,7 @@ def load(
         weights = AdapterWeights(weights, built, seed, started)
 
     def load_weights(keep_master: KeepsMasters | None = None) -> None:
-        with Pass(Terminal(quiet=ranks.rank() != 0), "giving the model its weights"):
+        with LongAction(Terminal(quiet=ranks.rank() != 0), "giving the model its weights"):
             materialize(built, weights, keep_master)
         fit.zero = values.zero()
         fit.origin = fit.fingerprint or fingerprint(model)
@@ -375,7 +375,7 @@ def _weights(
         if files is not None:
             name, allowed = model.name_or_path, model.allow_new_weights or []
             require_fitting(name, [], unused, {}, allowed, _below_new_head(built))
-            with Pass(Terminal(quiet=ranks.rank() != 0), f"checking the weights of {name}"):
+            with LongAction(Terminal(quiet=ranks.rank() != 0), f"checking the weights of {name}"):
                 ranks.on_first_rank(lambda: require_values(name, folder, built, files, allowed))
             fit.unused += sorted(unused)
             return SafetensorsWeights(files, values.look)

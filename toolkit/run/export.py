@@ -25,7 +25,7 @@ from toolkit.model.adapters.adapters import has_adapter
 from toolkit.paths import GIB
 from toolkit.run.stages.stages import PreparedRun
 from toolkit.sharding.apply import PRECISIONS
-from toolkit.terminal import Pass
+from toolkit.terminal import LongAction
 from toolkit.training.durable_writes import patiently
 from toolkit.training.extensions.heartbeat import Heartbeat
 from toolkit.training.phase import Phase
@@ -42,14 +42,14 @@ def export_model(run: PreparedRun, heartbeat: Heartbeat) -> tuple[Path | None, f
     has_room = partial(require_room, run.inner, folder, how)
     ranks.on_first_rank(lambda: patiently(has_room, "the export", console.warn, heartbeat.wait))
     heartbeat.enter_phase(Phase.EXPORT)
-    with Pass(console, "exporting the model"):
+    with LongAction(console, "exporting the model"):
         ranks.on_first_rank(lambda: require_unread(run.fit))
         then = "start the same command again: it goes on from the last checkpoint, if there is one"
         source = source_of_run(run.inner, run.fit, run.tokenizer, how)
         write_export(source, folder, how, then, replaces=True)
     if not settings.verify:
         return folder, None
-    with Pass(console, "checking the export"):
+    with LongAction(console, "checking the export"):
         difference = _check_export(run, folder, how)
     if not console.quiet and is_whole(run.inner, how) and (told := names_fact(folder, run.fit.stored)) is not None:
         console.warn(f"the export {told}; test it with the server that will load it")

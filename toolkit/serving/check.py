@@ -47,7 +47,7 @@ class Ours(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Compared:
+class RowComparison:
     """A row's comparison.
 
     Attributes:
@@ -77,7 +77,7 @@ class Checked:
     model: str
     allowed: float
     causes: list[str]
-    rows: list[Compared]
+    rows: list[RowComparison]
 
     def lines(self) -> list[str]:
         """Returns what the command prints."""
@@ -104,7 +104,7 @@ class _Case:
     length: int
     allowed: float
 
-    def compared(self, number: int, ids: list[int] | None = None) -> Compared:
+    def compared(self, number: int, ids: list[int] | None = None) -> RowComparison:
         """Compares a row; with other tokens of its prompt, if they are given."""
         prompt, reply = self.prompts[number], self.replies[number]
         ours = _ours(self.loaded, prompt if ids is None else replace(prompt, ids=ids), self.length)
@@ -124,16 +124,18 @@ class _Case:
         is_same = None if reply.num_prompt is None else reply.num_prompt == len(prompt.ids)
         is_same = reply.prompt == prompt.ids if reply.prompt is not None else is_same
         stop = not (ends and other) if same < count else ends or not ours.stopped
-        return Compared(self.places[number], is_same, count, same, other and not ends, max(gaps, default=0.0), stop)
+        return RowComparison(
+            self.places[number], is_same, count, same, other and not ends, max(gaps, default=0.0), stop
+        )
 
     def explains(self, number: int, ids: list[int] | None = None) -> bool:
         """Tells whether the server's answer is that of the model as it is now."""
         return not self.differs(self.compared(number, ids))
 
-    def differs(self, row: Compared) -> bool:
+    def differs(self, row: RowComparison) -> bool:
         return row.other or not row.gap <= self.allowed  # NaN is one, too
 
-    def causes(self, rows: list[Compared]) -> Iterator[str]:
+    def causes(self, rows: list[RowComparison]) -> Iterator[str]:
         """Yields why rows differ. Answers to other prompts say nothing."""
         if wrong := [number for number, row in enumerate(rows) if row.prompt is False]:
             yield f"{self._cause_of_prompts(wrong)} ({_named(rows, wrong)})"
@@ -261,5 +263,5 @@ def _whole(text: str) -> str:
     return text.lstrip().rstrip(HALF_CHARACTER)
 
 
-def _named(rows: list[Compared], numbers: list[int]) -> str:
+def _named(rows: list[RowComparison], numbers: list[int]) -> str:
     return f"{len(numbers)} of {counted(len(rows), 'row')}, the first {rows[numbers[0]].row}"

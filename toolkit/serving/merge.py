@@ -13,7 +13,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from toolkit.checkpoint.beside_weights.model_files import in_older_names
 from toolkit.checkpoint.export import (
     ExportSettings,
-    Source,
+    ExportSource,
     compare_logits,
     dtype_of_export,
     logits_of_random_tokens,
@@ -23,7 +23,7 @@ from toolkit.data.templates.stops import add_ends
 from toolkit.data.tokens.tokenizer import identity
 from toolkit.errors import BadInputError, first_line
 from toolkit.generation.text.load import (
-    Place,
+    ModelPlace,
     adapter_base,
     adapter_quantisation,
     find_model,
@@ -95,13 +95,13 @@ def merge_adapter(adapter: str, to: Path, base: str | None = None, dtype: str | 
     settings = ExportSettings(written, int(ExportSection().max_shard_gib * GIB))
     names = FileNames(whole, names_in_files(folder), folder)
     parameters = {name for name, _ in whole.named_parameters()}
-    source = Source(whole, tokenizer, files, state_once(whole).items(), parameters, names)
+    source = ExportSource(whole, tokenizer, files, state_once(whole).items(), parameters, names)
     check = functools.partial(compare_logits, expected=expected, dtype=written)
     difference = write_export(source, to, settings, "merge it again", check)
     return Merged(of_base.name, str(written).removeprefix("torch."), difference)
 
 
-def _load(base: Place) -> Any:
+def _load(base: ModelPlace) -> Any:
     """Loads a base as transformers does; one that was quantised in its files as training does.
 
     Raises:
@@ -149,12 +149,12 @@ def _part_head(base: Any) -> None:
                 setattr(module, name, torch.nn.Parameter(parameter.clone(), requires_grad=False))
 
 
-def _in_folder(place: Place) -> Place:
+def _in_folder(place: ModelPlace) -> ModelPlace:
     """Returns the folder of a hub's model, which is downloaded if it is not here."""
-    return Place(str(model_folder(ModelSection(name_or_path=place.name), "--base"))) if place.on_hub else place
+    return ModelPlace(str(model_folder(ModelSection(name_or_path=place.name), "--base"))) if place.on_hub else place
 
 
-def _files_beside(place: Place, base: Place, tokenizer: PreTrainedTokenizerBase) -> BaseFiles:
+def _files_beside(place: ModelPlace, base: ModelPlace, tokenizer: PreTrainedTokenizerBase) -> BaseFiles:
     """Returns the base's files, with what the adapter brings in their place.
 
     These are its processors, in which the limits of images may differ, and its tokenizer, if that differs by more than
@@ -168,7 +168,7 @@ def _files_beside(place: Place, base: Place, tokenizer: PreTrainedTokenizerBase)
     return files
 
 
-def _encodes_alike(base: Place, tokenizer: PreTrainedTokenizerBase) -> bool:
+def _encodes_alike(base: ModelPlace, tokenizer: PreTrainedTokenizerBase) -> bool:
     try:
         before = tokenizer_of(base, base)
     except BadInputError:  # the base has none

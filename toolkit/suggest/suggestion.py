@@ -30,7 +30,7 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import DataSection, ModelSection, steps_of_run
 from toolkit.suggest.draft import Draft
 from toolkit.suggest.methods import METHODS, SPEC_OF, TOKENS_PER_STEP, Method, method_of
-from toolkit.suggest.survey import Model, Rows, covering, first_words, look_at, measure, template_for
+from toolkit.suggest.survey import Model, UsableRows, covering, first_words, look_at, measure, template_for
 
 COVERED = 0.99
 """Share of the rows that fit `data.max_length`: the longest ones cost memory that the others do not need, and a run
@@ -120,7 +120,7 @@ class Suggestion:
     layout: str
     machine: Machine
     model: Model
-    rows: Rows
+    rows: UsableRows
     row: PlanRow
     parts: Mapping[str, PartSize]
     num_steps: int
@@ -199,7 +199,7 @@ def suggest(
     return Suggestion(draft, draft.recipe(), chosen, layout, machine, found, rows, *planned, num_steps, prompt)
 
 
-def _survey(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tuple[Method, str, Rows, Model, str]:
+def _survey(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tuple[Method, str, UsableRows, Model, str]:
     """Returns method, layout, rows, model, and a prompt; sets what reading the rows depends on."""
     # The required fields of a recipe; each gets its value later.
     draft.set("data.max_length", ROUND_TO)
@@ -240,7 +240,7 @@ def _stand_in(spec: ObjectiveSpec) -> ObjectiveSection:
     return ObjectiveSection.model_validate({"kind": spec.kind, **of_samples})
 
 
-def _with_completions(draft: Draft, rows: Rows, model: Model) -> Rows:
+def _with_completions(draft: Draft, rows: UsableRows, model: Model) -> UsableRows:
     """Sets how completions of prompts are sampled and rewarded. Returns the rows with room for a completion in each.
 
     Raises:
@@ -302,7 +302,7 @@ class Chooser:
 
     draft: Draft
     method: Method
-    rows: Rows
+    rows: UsableRows
     model: Model
     machine: Machine
 

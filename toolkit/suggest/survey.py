@@ -19,8 +19,7 @@ from toolkit.data.rows.examples import Example
 from toolkit.data.rows.sources import Source, first_rows
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.samples.packing import Ints
-from toolkit.data.samples.samples import Rows as TokenisedRows
-from toolkit.data.samples.samples import SampledPrompts
+from toolkit.data.samples.samples import Rows, SampledPrompts
 from toolkit.data.templates.templates import MARKERS
 from toolkit.model.attention.positions import num_positions, takes_positions
 from toolkit.model.load import load_without_weights
@@ -35,7 +34,7 @@ PROMPT_WORDS = 8
 
 
 @dataclass(frozen=True)
-class Answers:
+class RightAnswers:
     """The right answers of prompts.
 
     Attributes:
@@ -51,7 +50,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Rows:
+class UsableRows:
     """The rows that can be used.
 
     Attributes:
@@ -67,7 +66,7 @@ class Rows:
     longest: int
     labels: list[str] | None
     target_lengths: Ints | None = None
-    answers: Answers | None = None
+    answers: RightAnswers | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -100,7 +99,7 @@ def covering(lengths: Ints, share: float) -> int:
     return int(np.sort(lengths)[math.ceil(share * len(lengths)) - 1])
 
 
-def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: ObjectiveSection) -> Rows:
+def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: ObjectiveSection) -> UsableRows:
     """Tokenises the rows; a run with the same data and tokenizer finds them in the cache.
 
     Raises:
@@ -118,16 +117,16 @@ def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: Ob
     )
     found = build.build(whole, tokenizer, 0, objective)
     rows = found.train.rows
-    assert isinstance(rows, TokenisedRows), "nothing is streamed"
+    assert isinstance(rows, Rows), "nothing is streamed"
     usable = np.flatnonzero(rows.column("length"))
     sizes = (found.train.lengths(),) if rows.turns() else kind.sizes(rows, usable)
     lengths, *targets = (size.astype(np.int64) for size in sizes)
     asked = found.train.asked_of_itself
     answers = None if asked is None else _answers_of(asked, tokenizer)
-    return Rows(lengths, found.train.longest, found.label_names, targets[0] if targets else None, answers)
+    return UsableRows(lengths, found.train.longest, found.label_names, targets[0] if targets else None, answers)
 
 
-def _answers_of(asked: SampledPrompts, tokenizer: PreTrainedTokenizerBase) -> Answers:
+def _answers_of(asked: SampledPrompts, tokenizer: PreTrainedTokenizerBase) -> RightAnswers:
     texts: list[tuple[str, ...]] = []
     lacking = []
     for number in range(asked.num_prompts):
@@ -140,7 +139,7 @@ def _answers_of(asked: SampledPrompts, tokenizer: PreTrainedTokenizerBase) -> An
     lengths = [max((len(tokenizer(text)["input_ids"]) + 1 for text in each), default=0) for each in texts]
     every = [*itertools.chain(*texts)]
     compare = "numeric" if all(map(_is_number, every)) else "structured" if all(map(_is_json, every)) else "text"
-    return Answers(np.array(lengths), compare, lacking)
+    return RightAnswers(np.array(lengths), compare, lacking)
 
 
 def _is_json(text: str) -> bool:
@@ -157,7 +156,7 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def look_at(model: ModelSection, tokenizer: PreTrainedTokenizerBase, rows: Rows, objective: str) -> Model:
+def look_at(model: ModelSection, tokenizer: PreTrainedTokenizerBase, rows: UsableRows, objective: str) -> Model:
     """Builds the model on the meta device from its configuration, and returns facts about it and these rows.
 
     Raises:

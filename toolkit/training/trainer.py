@@ -29,7 +29,7 @@ from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.blocks.by_block import ByBlock
 from toolkit.sharding.fsdp2.shards import whole_tensor
 from toolkit.sharding.offload import engine_of
-from toolkit.terminal import Pass, Terminal
+from toolkit.terminal import LongAction, Terminal
 from toolkit.training.extension import Extension
 from toolkit.training.loop_state import Counters, Windows
 from toolkit.training.phase import Phase
@@ -380,7 +380,7 @@ class Trainer:
         begin_moment(f"evaluation {self.global_step}")
         made = self.evaluation or (lambda: ())
         self.model.eval()
-        with self._stoppable(), Pass(Terminal(quiet=ranks.rank() != 0), "evaluating"), ExitStack() as weights:
+        with self._stoppable(), LongAction(Terminal(quiet=ranks.rank() != 0), "evaluating"), ExitStack() as weights:
             for extension in self.extensions:
                 weights.enter_context(extension.evaluating())
             weights.enter_context(torch.no_grad())

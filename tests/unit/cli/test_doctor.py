@@ -41,7 +41,7 @@ def test_a_table_of_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv(nodes.INTERFACE_VARIABLE, "lo")
     port, folder = free_port(), tmp_path / "runs/first"
     with ThreadPoolExecutor(3) as pool:
-        places = [nodes.Place(3, rank, "127.0.0.1", port) for rank in range(3)]
+        places = [nodes.NodePlace(3, rank, "127.0.0.1", port) for rank in range(3)]
         told = list(pool.map(lambda place: nodes.compare_nodes(place, folder), places))
     assert not folder.parent.exists(), "nothing is left"
     found = told[0]
@@ -68,7 +68,7 @@ def test_nodes_with_other_folders_and_names_of_no_address(tmp_path: Path, monkey
     monkeypatch.setenv(nodes.INTERFACE_VARIABLE, "nowhere0")
     monkeypatch.setattr(nodes, "CONNECT_SECONDS", 0.3)
     port = free_port()
-    places = [nodes.Place(2, rank, "127.0.0.1", port) for rank in range(2)]
+    places = [nodes.NodePlace(2, rank, "127.0.0.1", port) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         found, _ = pool.map(lambda place: nodes.compare_nodes(place, tmp_path / f"own{place.rank}"), places)
     assert [each.address for each in found] == [None, None]

@@ -23,7 +23,7 @@ from toolkit.data.rows.hub_refusals import download, hub_error
 from toolkit.data.rows.sources import open_source
 from toolkit.data.tokens.tokenizer import load as load_tokenizer
 from toolkit.errors import BadInputError, ToolkitError
-from toolkit.generation.text.load import Place, tokenizer_of
+from toolkit.generation.text.load import ModelPlace, tokenizer_of
 from toolkit.model.load import NoTokens, load_without_weights
 from toolkit.recipe.schema import DataSection, ModelSection, SourceSection
 
@@ -47,7 +47,7 @@ LOADERS: dict[str, tuple[str, str, Callable[[], object]]] = {
     "a model that generates": (
         "SOURCE",
         "model",
-        lambda: tokenizer_of(Place(NAME, on_hub=True), Place(NAME, on_hub=True)),
+        lambda: tokenizer_of(ModelPlace(NAME, on_hub=True), ModelPlace(NAME, on_hub=True)),
     ),
 }
 """What is loaded -> the field that names it, its kind, and what loads it."""

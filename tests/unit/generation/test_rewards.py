@@ -11,7 +11,7 @@ import pytest
 from support.cases import cases
 
 from toolkit.errors import BadInputError
-from toolkit.generation.sampling.rewards import Judged, Rewards
+from toolkit.generation.sampling.rewards import Rewards, ToScore
 from toolkit.generation.sampling.sampled_rows import PromptForm
 from toolkit.generation.text.rows import PromptRow
 from toolkit.recipe.objectives.grpo import RewardSection
@@ -19,7 +19,7 @@ from toolkit.recipe.objectives.grpo import RewardSection
 TABLES = cases(__file__)
 
 ROWS = [PromptRow(f"rows.jsonl:{i}", "q", "q", answers=(answer,), fields={"hard": i}) for i, answer in enumerate("789")]
-JUDGED = Judged(["it is 7", "<b>8</b> or 9", "Nine"], [3, 10, 8], [True, False, True], ROWS)
+JUDGED = ToScore(["it is 7", "<b>8</b> or 9", "Nine"], [3, 10, 8], [True, False, True], ROWS)
 
 
 def rewards(*sections: dict[str, Any], rows: list[PromptRow] = ROWS) -> Rewards:

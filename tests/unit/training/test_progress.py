@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from toolkit import terminal
-from toolkit.terminal import Pass, Terminal, clock
+from toolkit.terminal import LongAction, Terminal, clock
 from toolkit.training.metrics import Progress, _step_figures, fitting
 
 RECORD = {
@@ -79,7 +79,7 @@ def test_a_bar_fits_into_the_terminal(width: int) -> None:
 def test_a_long_pass_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     told, now = io.StringIO(), [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    tell = Pass(Console(file=told, soft_wrap=True), "reading")
+    tell = LongAction(Console(file=told, soft_wrap=True), "reading")
     for done in range(1, 41):
         now[0] = float(done)
         tell(done, 40)
@@ -94,7 +94,7 @@ def test_a_long_pass_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_single_call_that_takes_long_says_what_it_is(quiet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "PASS_SECONDS", 0.05)
     told = io.StringIO()
-    tell = Pass(Console(file=told, soft_wrap=True, quiet=quiet), "loading")
+    tell = LongAction(Console(file=told, soft_wrap=True, quiet=quiet), "loading")
     with tell:
         pass
     assert told.getvalue() == "", "what is quick says nothing"

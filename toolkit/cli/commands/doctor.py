@@ -90,14 +90,14 @@ def _compare_nodes(
     folder: Path, count: int | None, rank: int | None, address: str | None, port: int, as_json: bool
 ) -> None:
     """Compares the nodes; Slurm says how many they are and which is the first if the options do not. Node 0 prints."""
-    from toolkit.cluster.nodes import COLUMNS, Place, compare_nodes, rows
+    from toolkit.cluster.nodes import COLUMNS, NodePlace, compare_nodes, rows
 
     count = int(os.environ.get("SLURM_NNODES", "1")) if count is None else count
     rank = int(os.environ.get("SLURM_NODEID", "0")) if rank is None else rank
     if address is None and "SLURM_JOB_NODELIST" in os.environ:
         address = _first_of_slurm()
     Machines(count, rank, address, port).require()
-    nodes = compare_nodes(Place(count, rank, address or "127.0.0.1", port), folder.expanduser().absolute())
+    nodes = compare_nodes(NodePlace(count, rank, address or "127.0.0.1", port), folder.expanduser().absolute())
     table, problems = rows(nodes)
     if rank == 0:
         if as_json:

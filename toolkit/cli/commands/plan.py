@@ -26,7 +26,7 @@ from toolkit.planning.hardware import Hardware, hardware_of, presets
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate_config
 from toolkit.sharding.plan.strategy import agreed_tensor, asks_for_offload, parse_strategy
-from toolkit.terminal import Pass, Terminal
+from toolkit.terminal import LongAction, Terminal
 
 if TYPE_CHECKING:
     from toolkit.planning.table import Plan
@@ -101,7 +101,7 @@ def plan(
     device = hardware_of(hardware or (DEFAULT_HARDWARE if cpu is None else "cpu"), **figures)
     accelerated = AccelerateConfig({}, "") if config is None else read_accelerate_config(find_config(config))
     accelerated.check()
-    with Pass(Terminal(), "planning"):
+    with LongAction(Terminal(), "planning"):
         found = _plan_recipe(loaded, device, cpu or gpus, accelerated)
     _print_plan(found, *split_arguments(arguments), every_row, explain, as_json)
     if found.recommended is None:

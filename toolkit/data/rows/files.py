@@ -32,7 +32,7 @@ from toolkit.paths import (
 )
 from toolkit.published import without_secrets
 from toolkit.recipe.schema import DataSection
-from toolkit.terminal import Pass, Terminal, format_time
+from toolkit.terminal import LongAction, Terminal, format_time
 
 TABLES = (".parquet", ".arrow")
 """Endings of files that `datasets` reads."""
@@ -190,7 +190,7 @@ def _local_copy(system: Any, name: str, info: dict[str, Any], folder: Path) -> P
     file = file_name(system.unstrip_protocol(name))
 
     def fetch(unfinished: Path) -> None:
-        with Pass(Terminal(), f"downloading {file}"):
+        with LongAction(Terminal(), f"downloading {file}"):
             system.get_file(name, str(unfinished / file))
 
     return kept(folder / digest("copy", system.unstrip_protocol(name), info.get("size"), told), fetch) / file

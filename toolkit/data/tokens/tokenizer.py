@@ -29,7 +29,7 @@ from toolkit.data.tokens.hub_code import require_no_stored_hub_code
 from toolkit.errors import BadInputError, in_words
 from toolkit.paths import require_folder
 from toolkit.recipe.schema import DataSection, ModelSection, NewToken
-from toolkit.terminal import Pass, Terminal
+from toolkit.terminal import LongAction, Terminal
 
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|pad|>"
@@ -131,7 +131,7 @@ def train(data: DataSection, vocab_size: int, objective: str = "causal_lm") -> P
     markers = MARKERS.get(data.chat_template or "", [])
 
     def write(folder: Path) -> None:
-        with Pass(Terminal(quiet=ranks.rank() != 0), "training the tokenizer"):
+        with LongAction(Terminal(quiet=ranks.rank() != 0), "training the tokenizer"):
             _train_byte_pairs(_texts_of_rows(data, objective), vocab_size, markers).save_pretrained(folder)
 
     def make() -> Path:

@@ -30,7 +30,7 @@ NEEDED = f"a number of at most {LARGEST:g}, or None to leave a completion out"
 
 
 @dataclass(frozen=True)
-class Judged:
+class ToScore:
     """Completions to score, in the order of their rows.
 
     Attributes:
@@ -49,7 +49,7 @@ class Judged:
 class Reward(Protocol):
     """Scores N completions; returns their values in order. Collective."""
 
-    def __call__(self, judged: Judged) -> list[float]: ...
+    def __call__(self, judged: ToScore) -> list[float]: ...
 
 
 class Rewards:
@@ -104,7 +104,7 @@ class Rewards:
         comparison, pairs = scoring_of([], section.compare, where, self._tokenizer), partial(zip, strict=True)
         return lambda judged: [comparison.score(text, row) for text, row in pairs(judged.texts, judged.rows)]
 
-    def of(self, judged: Judged) -> tuple[np.ndarray, np.ndarray]:
+    def of(self, judged: ToScore) -> tuple[np.ndarray, np.ndarray]:
         """Returns the values of each completion by each reward, (N, K), and the weighted sums, (N,). Collective.
 
         Both are NaN where a function abstains.
@@ -129,7 +129,7 @@ class _Function:
     function: UserFunction
     batched: bool
 
-    def values(self, judged: Judged) -> list[float]:
+    def values(self, judged: ToScore) -> list[float]:
         # Copies, so that one score does not depend on those before it.
         rows = [copy.deepcopy(dict(row.fields)) for row in judged.rows]
         if not self.batched:
@@ -157,7 +157,7 @@ class _Overlong:
     limit: int
     margin: int
 
-    def __call__(self, judged: Judged) -> list[float]:
+    def __call__(self, judged: ToScore) -> list[float]:
         free = self.limit - self.margin
         return [
             -1.0 if not stopped else -max(0, length - free) / self.margin
@@ -173,7 +173,7 @@ class _ModelReward:
     prompts: PromptForm
     batch_size: int
 
-    def __call__(self, judged: Judged) -> list[float]:
+    def __call__(self, judged: ToScore) -> list[float]:
         share = range(ranks.rank(), len(judged.texts), ranks.world_size())
         mine = [number for number in share if judged.texts[number].strip()]
         rows = [self.prompts.row(judged.rows[number], completion=judged.texts[number]) for number in mine]

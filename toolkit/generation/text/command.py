@@ -22,7 +22,7 @@ from toolkit.generation.text.complete import Completion, encode_prompt, stream
 from toolkit.generation.text.evaluation import Evaluation, evaluate, has_function, scoring_of, summary
 from toolkit.generation.text.heads import Scores, has_head, score_rows
 from toolkit.generation.text.image_prompts import asked_of, encode_with_images, require_images
-from toolkit.generation.text.load import Loaded, Place, find_model, load_model
+from toolkit.generation.text.load import Loaded, ModelPlace, find_model, load_model
 from toolkit.generation.text.options import Options, Sampling, encodable
 from toolkit.generation.text.rows import PromptRow, completions, encode_rows, read_rows
 from toolkit.pages.parts.story import read_story
@@ -65,7 +65,7 @@ def run(options: Options) -> None:
             _evaluate_rows(loaded, options, rows, write)
 
 
-def scored(place: Place, options: Options, file: Path) -> Scores:
+def scored(place: ModelPlace, options: Options, file: Path) -> Scores:
     """Scores the rows of a file with a model that has a head.
 
     Raises:
@@ -78,7 +78,7 @@ def scored(place: Place, options: Options, file: Path) -> Scores:
         return score_rows(place, file, options.batch_size or BATCH_SIZE, options.dtype, options.device)
 
 
-def _score_rows(place: Place, options: Options, file: Path) -> None:
+def _score_rows(place: ModelPlace, options: Options, file: Path) -> None:
     with _open_output(options.output, file, "--eval") as write:
         found = scored(place, options, file)
         for row in found.predictions if options.output is not None else []:

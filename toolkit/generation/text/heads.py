@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import BadInputError, DataError
-from toolkit.generation.text.load import Place, architecture_of, device_of, load_base, positions_of, tokenizer_of
+from toolkit.generation.text.load import ModelPlace, architecture_of, device_of, load_base, positions_of, tokenizer_of
 from toolkit.recipe.figures import figure_of
 from toolkit.recipe.recipe import read_yaml
 
@@ -67,12 +67,12 @@ class Scores:
         return lines + [f"{name:{wide}}  {' '.join(cell.rjust(size) for cell in row)}" for name, row in names]
 
 
-def has_head(place: Place) -> bool:
+def has_head(place: ModelPlace) -> bool:
     """Tells whether a folder's model has a head, so that it scores rows and writes no text."""
     return architecture_of(place).endswith("Classification")
 
 
-def score_rows(place: Place, file: Path, batch_size: int, dtype: str, device: str) -> Scores:
+def score_rows(place: ModelPlace, file: Path, batch_size: int, dtype: str, device: str) -> Scores:
     """Scores the rows of a file as a run with the model's recipe scores its held-out rows.
 
     Args:
@@ -115,7 +115,7 @@ def score_rows(place: Place, file: Path, batch_size: int, dtype: str, device: st
     return Scores(figures, _by_class(counted, data.label_names or []), predictions, left_out)
 
 
-def _rows_of(model: Any, place: Place, file: Path) -> tuple[ObjectiveSection, TokenisedData]:
+def _rows_of(model: Any, place: ModelPlace, file: Path) -> tuple[ObjectiveSection, TokenisedData]:
     """Returns the objective of a model's head and the rows of a file; raises BadInputError."""
     from toolkit.data.build import build
     from toolkit.model.load import auto_class

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelPlace:
     """The place of a model.
 
     Attributes:
@@ -69,7 +69,7 @@ class Loaded:
     never_written: frozenset[int] = frozenset()
 
 
-def find_model(source: str) -> Place:
+def find_model(source: str) -> ModelPlace:
     """Finds the model of a run's folder, an export's or an adapter's folder, or a hub name.
 
     Raises:
@@ -78,7 +78,7 @@ def find_model(source: str) -> Place:
     folder = Path(source).expanduser()
     if not folder.is_dir():
         _require_hub_name(source, folder)
-        return Place(source, on_hub=True)
+        return ModelPlace(source, on_hub=True)
     found = model_in(folder) or model_in(folder / "export")
     if found is not None:
         return found
@@ -102,14 +102,14 @@ def _require_hub_name(source: str, folder: Path) -> None:
         raise BadInputError(f"SOURCE: the folder {source!r} does not exist; name a model's folder or a hub name")
 
 
-def model_in(folder: Path) -> Place | None:
+def model_in(folder: Path) -> ModelPlace | None:
     """Returns the model or the adapter that a folder holds, or None."""
     if (folder / "adapter_config.json").is_file():
-        return Place(str(folder), is_adapter=True)
-    return Place(str(folder)) if (folder / "config.json").is_file() else None
+        return ModelPlace(str(folder), is_adapter=True)
+    return ModelPlace(str(folder)) if (folder / "config.json").is_file() else None
 
 
-def architecture_of(place: Place) -> str:
+def architecture_of(place: ModelPlace) -> str:
     """Returns the name of a model's class in its configuration, or "" if none can be read."""
     try:
         return str(json.loads((Path(place.name) / "config.json").read_text(encoding="utf-8"))["architectures"][0])
@@ -171,7 +171,7 @@ def beginning(model: Any) -> dict[str, Any]:
     return {name: getattr(own, name, None) for name in ("decoder_start_token_id", "forced_bos_token_id")}
 
 
-def adapter_quantisation(place: Place, base: Place) -> dict[str, Any] | None:
+def adapter_quantisation(place: ModelPlace, base: ModelPlace) -> dict[str, Any] | None:
     """Returns how the adapter's base was quantised in training. Raises BadInputError for another base."""
     from toolkit.model.adapters.base_file import read_base
 
@@ -202,7 +202,7 @@ def _quantisation_arguments(quantisation: dict[str, Any] | None, config: Any, dt
 
 
 def load_base(
-    place: Place, dtype: str, quantisation: dict[str, Any] | None, spread: bool = False, writes: bool = True
+    place: ModelPlace, dtype: str, quantisation: dict[str, Any] | None, spread: bool = False, writes: bool = True
 ) -> Any:
     """Loads a model, on all GPUs if it is spread, which `writes` text or has a head of another kind.
 
@@ -236,7 +236,7 @@ def load_base(
     return model
 
 
-def _require_generative(config: Any, place: Place) -> None:
+def _require_generative(config: Any, place: ModelPlace) -> None:
     architecture = (config.architectures or [""])[0]
     if architecture.endswith("Classification"):
         raise BadInputError(
@@ -245,7 +245,7 @@ def _require_generative(config: Any, place: Place) -> None:
         )
 
 
-def tokenizer_of(place: Place, base: Place) -> PreTrainedTokenizerBase:
+def tokenizer_of(place: ModelPlace, base: ModelPlace) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of the adapter if it has one, else of the base.
 
     Raises:
@@ -277,7 +277,7 @@ def tokenizer_of_source(source: str, raw: bool) -> PreTrainedTokenizerBase | Non
     return None if raw else tokenizer_of(place, adapter_base(place) if place.is_adapter else place)
 
 
-def adapter_base(place: Place) -> Place:
+def adapter_base(place: ModelPlace) -> ModelPlace:
     """Returns the folder of an adapter's base. Raises BadInputError if it is not on this machine."""
     config = read_config(Path(place.name), repr(place.name))
     name = config.get("base_model_name_or_path")
@@ -292,11 +292,11 @@ def adapter_base(place: Place) -> Place:
     # The name as it is, or as seen from the adapter's folder.
     for folder in (Path(name).expanduser(), Path(place.name) / name):
         if (folder / "config.json").is_file():
-            return Place(str(folder))
-    return Place(_cached_folder(name, config.get("revision"), place))
+            return ModelPlace(str(folder))
+    return ModelPlace(_cached_folder(name, config.get("revision"), place))
 
 
-def _cached_folder(name: str, revision: str | None, place: Place) -> str:
+def _cached_folder(name: str, revision: str | None, place: ModelPlace) -> str:
     """Returns the folder of a hub model that was downloaded before."""
     from huggingface_hub import snapshot_download
 
@@ -310,7 +310,7 @@ def _cached_folder(name: str, revision: str | None, place: Place) -> str:
         ) from error
 
 
-def with_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, place: Place) -> Any:
+def with_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, place: ModelPlace) -> Any:
     from peft import PeftModel
 
     # An adapter trained with added tokens has more rows than its base.

@@ -18,7 +18,7 @@ from toolkit import ranks
 from toolkit.data.rows.hub_refusals import download
 from toolkit.paths import parse_json, read_foreign
 from toolkit.recipe.schema import ModelSection
-from toolkit.terminal import Pass, Terminal
+from toolkit.terminal import LongAction, Terminal
 
 CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG = (
     "config.json",
@@ -155,7 +155,7 @@ def _folder(name: str, revision: str | None, patterns: Sequence[str], field: str
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    with Pass(Terminal(quiet=ranks.rank() != 0), f"downloading {name}"):
+    with LongAction(Terminal(quiet=ranks.rank() != 0), f"downloading {name}"):
         return ranks.on_each_host(lambda: download(name, field, revision, patterns))
 
 

@@ -125,7 +125,7 @@ class Prober:
             shard_experts(self._model.get_submodule(path), workload.experts)
         with self._mode:
             casts_units = give_parameters(self._model, self._dtype)
-        self._parts = [_Part(self._model, self.plan, casts_units)]
+        self._parts = [_ProbedModel(self._model, self.plan, casts_units)]
         self.teacher_head = self._add_teacher()
         self._objective = workload.objective(self._model, *(part.model for part in self._parts[:-1]))
         if self._autocast:
@@ -145,7 +145,7 @@ class Prober:
         with self._mode:
             # Held in the compute dtype: autocast casts nothing either.
             casts = give_parameters(model, PRECISIONS[self._workload.mixed_precision])
-        self._parts.insert(0, _Part(model, plan, casts))
+        self._parts.insert(0, _ProbedModel(model, plan, casts))
         return head_unit(model, plan)
 
     def probe(self, micro_batch_size: int, checkpointing: Checkpointing | None) -> Probe:
@@ -197,7 +197,7 @@ class Prober:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ProbedModel:
     """A model that runs: a teacher, or the one that is trained.
 
     Attributes:
@@ -212,7 +212,9 @@ class _Part:
 class _Run:
     """The hooks of one probe and what they recorded. The last of the parts is trained."""
 
-    def __init__(self, parts: Sequence[_Part], dtype: torch.dtype | None, output_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, parts: Sequence[_ProbedModel], dtype: torch.dtype | None, output_dtype: torch.dtype | None
+    ) -> None:
         self.models = [part.model for part in parts]
         self.events: list[ProbeEvent] = []
         self.ledger = Ledger(on_operator=self._on_operator)

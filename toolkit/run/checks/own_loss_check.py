@@ -22,7 +22,7 @@ TOLERANCE = 1e-4
 """Allowed difference of a sum from that of its two parts, as a share of it; float32's rounding is a hundredth of it."""
 
 
-class HeadLoss(RunPart):
+class HeadLossPart(RunPart):
     """What computes the losses, and whether a loss of the user's is a sum."""
 
     def check(self, run: BuiltRun) -> None:

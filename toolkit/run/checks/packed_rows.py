@@ -9,7 +9,7 @@ from toolkit.run.checks.packing_check import LeakError, check_causal, check_leak
 from toolkit.run.stages.part import RunPart
 from toolkit.run.stages.rows import may_pad, without_packing
 from toolkit.run.stages.stages import BuiltRun
-from toolkit.terminal import Pass
+from toolkit.terminal import LongAction
 
 
 class PackedRows(RunPart):
@@ -44,7 +44,7 @@ def check_packing(run: BuiltRun) -> tuple[str, str | None]:
         return "", None
     found, leak, size = None, None, recipe.training.micro_batch_size
     try:
-        with Pass(opened.console, "checking that packed rows do not attend to each other"):
+        with LongAction(opened.console, "checking that packed rows do not attend to each other"):
             if with_images is not None:
                 seen = check_images(model, objective, with_images, device, opened.in_16_bits)
                 found = (seen.leaks, seen.alone) if seen is not None and seen.shared else None

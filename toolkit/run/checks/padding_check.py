@@ -23,7 +23,7 @@ from toolkit.run.checks.comparison import ROUNDED, Numbers, compared, logits_of,
 from toolkit.run.stages.part import RunPart
 from toolkit.run.stages.stages import BuiltRun
 from toolkit.sharding.fsdp2.fsdp import class_name
-from toolkit.terminal import Pass
+from toolkit.terminal import LongAction
 
 SAMPLES = 64
 """Number of samples among which the shortest and the longest row are chosen."""
@@ -67,7 +67,7 @@ def _check_padding(run: BuiltRun) -> str | None:
     pads = objective.apart if spec.compares_completions else not run.data.report.packing
     if not pads or recipe.sharding.sequence > 1:  # parts of rows are checked by themselves
         return None
-    with Pass(opened.console, "checking that padding changes no row"):
+    with LongAction(opened.console, "checking that padding changes no row"):
         why = changed_by_padding(run.inner, objective, samples, opened.device, opened.in_16_bits)
     if why is not None and (spec.compares_completions or spec.has_teacher):
         raise BadInputError(f"objective.kind: {spec.kind} pads rows, and {why}; train another model")

@@ -27,7 +27,7 @@ class Figures(RunPart):
         return Records(loop.metrics, None if peak is None else (model_flops(loop.run.inner), peak))
 
 
-class NonFinite(RunPart):
+class NonFinitePart(RunPart):
     """Steps without a finite loss and gradient (`training.max_non_finite_steps`)."""
 
     def extension(self, loop: Loop) -> Extension | None:

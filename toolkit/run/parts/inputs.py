@@ -28,7 +28,7 @@ RESUME = "checkpoint.resume"
 CHANGED = "its weights have changed since the run began; the record has the hash of those that it began with"
 
 
-class Rows(RunPart):
+class RowsPart(RunPart):
     """The rows, as the tokenizer reads them, and the content of files that are named in them."""
 
     def start(self, run: PreparedRun) -> None:
@@ -53,7 +53,7 @@ class Rows(RunPart):
         self.reads += [Read("data", run.data.fingerprint, rows), Read("content", run.data.content, content, unknown)]
 
 
-class Base(RunPart):
+class BasePart(RunPart):
     """The files of the model: its weights, and those beside them that say how it runs."""
 
     def on_meta(self, on_meta: MetaModel) -> None:
@@ -100,7 +100,7 @@ class StreamReport(Extension):
         ranks.on_first_rank(lambda: write_data_report(opened.output_dir, opened.recipe, report))
 
 
-class StartedAdapter(RunPart):
+class StartedAdapterPart(RunPart):
     """The adapter that the run continues (`adapter.start_from`)."""
 
     def on_meta(self, on_meta: MetaModel) -> None:
@@ -118,7 +118,7 @@ class StartedAdapter(RunPart):
         self.facts["start"] = fact
 
 
-class Teacher(RunPart):
+class TeacherPart(RunPart):
     """A frozen model to learn from, or the model itself as its reference."""
 
     def on_meta(self, on_meta: MetaModel) -> None:

@@ -24,7 +24,7 @@ from toolkit.recipe.schema import SourceSection
 from toolkit.run.stages.part import NEW_FOLDER, Loop, RunPart
 from toolkit.run.stages.rows import batches_of
 from toolkit.run.stages.stages import MetaModel, PreparedRun, Read
-from toolkit.terminal import Pass, format_bytes
+from toolkit.terminal import LongAction, format_bytes
 from toolkit.training.extension import Extension
 from toolkit.training.loop_state import LoopState
 from toolkit.training.phase import Phase
@@ -106,7 +106,7 @@ class KeptRows(Extension):
         self._causal = CausalLM(run.on_meta.model, rows.report.packing)
         self._causal.check_head_loss(run.model, opened.device, opened.in_16_bits)
         self._start: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with without_dropout(run.model), Pass(opened.console, "measuring kept rows before the first step"):
+        with without_dropout(run.model), LongAction(opened.console, "measuring kept rows before the first step"):
             for batch in self._batches():
                 self._run(batch, self._remember)
 

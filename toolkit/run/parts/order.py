@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from toolkit.run.checks.by_block_check import Accumulated
-from toolkit.run.checks.own_loss_check import HeadLoss
+from toolkit.run.checks.own_loss_check import HeadLossPart
 from toolkit.run.checks.packed_rows import PackedRows
 from toolkit.run.checks.padding_check import PaddedRows
 from toolkit.run.checks.quantised_check import QuantisedBase
@@ -15,11 +15,11 @@ from toolkit.run.parts.answers import AskedWhileTraining, HeldOutTexts
 from toolkit.run.parts.averages import Averages
 from toolkit.run.parts.ends import Allocation, Best
 from toolkit.run.parts.experts import Experts
-from toolkit.run.parts.figures import Figures, NonFinite, Profile
-from toolkit.run.parts.inputs import Base, Rows, StartedAdapter, Teacher
+from toolkit.run.parts.figures import Figures, NonFinitePart, Profile
+from toolkit.run.parts.inputs import BasePart, RowsPart, StartedAdapterPart, TeacherPart
 from toolkit.run.parts.kept import Kept
 from toolkit.run.parts.own_code import OwnCode
-from toolkit.run.parts.reference import Reference
+from toolkit.run.parts.reference import ReferencePart
 from toolkit.run.parts.rollouts import OwnSamples
 from toolkit.run.parts.stops import Stops
 from toolkit.run.parts.story import Recorded
@@ -31,19 +31,19 @@ from toolkit.training.extension import Extension
 PARTS: tuple[type[RunPart], ...] = (
     Recorded,
     Figures,  # checkpoints hold records, and errors follow them
-    NonFinite,
-    Rows,
-    Base,
-    StartedAdapter,
+    NonFinitePart,
+    RowsPart,
+    BasePart,
+    StartedAdapterPart,
     CutMatrices,
     QuantisedBase,
     PackedRows,
-    Teacher,  # from here on rows are as they are trained
+    TeacherPart,  # from here on rows are as they are trained
     SharedRows,
-    HeadLoss,
+    HeadLossPart,
     PaddedRows,
     Accumulated,
-    Reference,
+    ReferencePart,
     Stops,
     Best,  # before averages, which go on from its weights
     Averages,

@@ -27,7 +27,7 @@ from toolkit.paths import atomic_write
 from toolkit.run.stages.part import RunPart
 from toolkit.run.stages.rows import length_of_run
 from toolkit.run.stages.stages import BuiltRun
-from toolkit.terminal import Pass
+from toolkit.terminal import LongAction
 
 FILE = "reference.npy"
 
@@ -35,7 +35,7 @@ KEPT_SECONDS = 15.0
 """Seconds between writes of what has been computed: an interrupted run loses no more than that."""
 
 
-class Reference(RunPart):
+class ReferencePart(RunPart):
     """Adds the log-probabilities of the model before its first step to the rows, if the objective needs them."""
 
     def check(self, run: BuiltRun) -> None:
@@ -67,7 +67,7 @@ def with_reference(run: BuiltRun, samples: ComparedSamples, reached: Sequence[in
     path = cache_folder(run.opened.recipe.data) / f"reference-{digest(*_identity(run, split))}" / FILE
     known = ranks.on_first_rank(lambda: _load_cached(path, len(samples.rows)))
     missing = [number for number in reached if np.isnan(known[samples.rows_of(number)]).any()]
-    kept_at, tell = time.monotonic(), Pass(run.opened.console, "log-probabilities of the reference")
+    kept_at, tell = time.monotonic(), LongAction(run.opened.console, "log-probabilities of the reference")
     # The reference is a fixed model: without dropout, whose masks would be kept for the run.
     with without_dropout(run.model):
         for done in _compute_missing(run, samples, missing, known):

@@ -24,7 +24,7 @@ from toolkit.sharding.blocks.compiling import Compilation
 from toolkit.sharding.plan.strategy import MeshShape
 from toolkit.sharding.plan.units import plan_units
 from toolkit.sharding.tensor.axes import joined_mesh
-from toolkit.terminal import Pass, Terminal
+from toolkit.terminal import LongAction, Terminal
 
 # Fewest blocks first, because the forward of each one is computed twice.
 AUTO_CHECKPOINTING = (4, 3, 2, 1)
@@ -52,7 +52,7 @@ def plan_memory(opened: OpenedRun, on_meta: MetaModel) -> Planned:
         return plan_run(recipe, workload, plugin.strategy, mesh, offload, ways, opened.device)
 
     # Rank 0 decides for all, so that every rank checkpoints the same blocks and refuses the same runs.
-    with Pass(opened.console, "planning the memory"):
+    with LongAction(opened.console, "planning the memory"):
         return ranks.on_first_rank(plan)
 
 

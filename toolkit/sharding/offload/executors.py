@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from toolkit.sharding.offload.kernel import AdamWKernel, Segment
-from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
+from toolkit.sharding.offload.offloaded_units import OffloadedUnit, UnitSlice
 from toolkit.sharding.offload.settings import counts_steps, hyper_parameters
 
 # ---- Cuts a unit into chunks of bounded size, so that device buffers do not grow with the longest unit ----
@@ -92,7 +92,7 @@ def _make_chunk(unit: OffloadedUnit, parts: list[Part]) -> Chunk:
     return Chunk(begin, end, OffloadedUnit(unit.name, [], slots, end - begin), [index for index, _, _ in parts])
 
 
-def _part_slot(slot: Slot, start: int, stop: int, begin: int) -> Slot:
+def _part_slot(slot: UnitSlice, start: int, stop: int, begin: int) -> UnitSlice:
     offset = slot.offset + start - begin
     if stop - start == slot.numel:
         return replace(slot, offset=offset)

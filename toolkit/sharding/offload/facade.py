@@ -20,7 +20,7 @@ from toolkit.errors import BadInputError
 from toolkit.sharding.fsdp2.shards import beside, local_tensor
 from toolkit.sharding.fsdp2.unused import act_after_zero_grad
 from toolkit.sharding.offload.engine import OffloadEngine
-from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
+from toolkit.sharding.offload.offloaded_units import OffloadedUnit, UnitSlice
 from toolkit.sharding.offload.settings import counts_steps
 
 
@@ -95,7 +95,7 @@ def _load_state(engine: OffloadEngine, state_dict: dict[str, Any]) -> None:
                 _load_slot(*slots[id(parameter)], state_dict["state"].get(index, {}))
 
 
-def _load_slot(unit: OffloadedUnit, slot: Slot, stored: dict[str, Any]) -> None:
+def _load_slot(unit: OffloadedUnit, slot: UnitSlice, stored: dict[str, Any]) -> None:
     slot.step.copy_(torch.as_tensor(stored.get("step", 0.0)))
     for name, flat in unit.moments.items():
         value = stored.get(name)

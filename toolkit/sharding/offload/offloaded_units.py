@@ -15,7 +15,7 @@ from toolkit.sharding.fsdp2.shards import local_tensor, shard_shape
 
 
 @dataclass(eq=False)
-class Slot:
+class UnitSlice:
     """A parameter's position in its unit.
 
     FSDP2 reduces a unit's gradients into one flat tensor, the concatenated padded shards of its trainable parameters.
@@ -71,7 +71,7 @@ class OffloadedUnit:
         arrived: the event after which the new weights are on the device.
     """
 
-    def __init__(self, name: str, modules: list[Any], slots: list[Slot], numel: int) -> None:
+    def __init__(self, name: str, modules: list[Any], slots: list[UnitSlice], numel: int) -> None:
         self.name = name
         self.modules = modules
         self.slots = slots
@@ -113,7 +113,7 @@ def read_units(model: nn.Module) -> list[OffloadedUnit]:
             # Frozen parameters have no place in the flat gradient that FSDP2 reduces.
             if parameter.requires_grad:
                 local = local_tensor(parameter)
-                slots.append(Slot(names[id(parameter)], parameter, offset, local.shape))
+                slots.append(UnitSlice(names[id(parameter)], parameter, offset, local.shape))
                 # Padded: in the flat gradient every rank has ceil(rows / F) rows, even if it holds fewer.
                 offset += shard_shape(parameter).numel()
         if slots:

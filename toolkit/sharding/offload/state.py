@@ -12,7 +12,7 @@ from toolkit.paths import GIB
 from toolkit.recipe.combinations import refuse
 from toolkit.recipe.features import settings_of_backend
 from toolkit.sharding.offload.host import HostPlan, Slabs, plan_host, require_host_memory
-from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
+from toolkit.sharding.offload.offloaded_units import OffloadedUnit, UnitSlice
 
 # One is written while the other is being copied to the device.
 STAGING_BUFFERS = 2
@@ -75,7 +75,7 @@ class OffloadedState:
         """Returns the units whose state is on the host."""
         return [unit for unit in self.units if not unit.resident]
 
-    def by_parameter(self) -> dict[int, tuple[OffloadedUnit, Slot]]:
+    def by_parameter(self) -> dict[int, tuple[OffloadedUnit, UnitSlice]]:
         """Maps the id of each parameter to its unit and its slot."""
         return {id(slot.parameter): (unit, slot) for unit in self.units for slot in unit.slots}
 

@@ -9,7 +9,7 @@ import torch
 
 from toolkit.sharding.offload.capture import Capture
 from toolkit.sharding.offload.executors import FlatOptimizer, UnitStep
-from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
+from toolkit.sharding.offload.offloaded_units import OffloadedUnit, UnitSlice
 from toolkit.sharding.offload.state import OffloadedState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -19,7 +19,7 @@ BYTES = 10 * (4 + 4 + 4 + 4)
 
 def unit(number: int) -> OffloadedUnit:
     parameter: Any = torch.zeros(10)
-    return OffloadedUnit(f"u{number}", [], [Slot(f"p{number}", parameter, 0, torch.Size((10,)), group=0)], 10)
+    return OffloadedUnit(f"u{number}", [], [UnitSlice(f"p{number}", parameter, 0, torch.Size((10,)), group=0)], 10)
 
 
 def state(gib: float, gradients: torch.dtype = torch.float32, executor: str = "cpu_torch") -> OffloadedState:

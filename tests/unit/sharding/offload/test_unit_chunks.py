@@ -9,7 +9,7 @@ import torch
 
 from toolkit.sharding.offload import executors
 from toolkit.sharding.offload.executors import ALIGNMENT, DeviceStream, UnitStep, chunks_of
-from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
+from toolkit.sharding.offload.offloaded_units import OffloadedUnit, UnitSlice
 from toolkit.sharding.offload.settings import hyper_parameters, state_names
 
 # Elements of each shard and of its padding; one rank has nothing of the last but one.
@@ -17,11 +17,13 @@ SHARDS = [(1000, 24), (3, 0), (517, 1), (0, 300), (90, 0)]
 
 
 def make_unit() -> OffloadedUnit:
-    slots: list[Slot] = []
+    slots: list[UnitSlice] = []
     offset = 0
     for numel, padding in SHARDS:
         parameter: Any = torch.empty(0)
-        slots.append(Slot(f"p{len(slots)}", parameter, offset, torch.Size((numel,)), group=0, step=torch.zeros(())))
+        slots.append(
+            UnitSlice(f"p{len(slots)}", parameter, offset, torch.Size((numel,)), group=0, step=torch.zeros(()))
+        )
         offset += numel + padding
     return OffloadedUnit("unit", [], slots, offset)
 
