@@ -100,11 +100,12 @@ def test_the_readmes_test_command_is_what_ci_runs() -> None:
     installing, testing = readme_commands()[-1].split(" && ")
     assert installing == 'pip install -e ".[test,docs]"'
     ci = (ROOT / ".ci/run").read_text()
-    assert 'pip install --quiet "${constraints[@]}" -e ".[test,docs]"' in ci
+    assert 'pip install --quiet --no-compile "${constraints[@]}" -e ".[test,docs]"' in ci
     assert "constraints=(--constraint .ci/constraints.txt)" in ci
     assert testing.startswith("pytest ")
-    rest = [f"  {testing} -m control", "else", f"  {testing} -m slow", "fi"]
-    assert ci.rstrip().splitlines()[-4:] == rest, "the rest at the end"
+    others = '  if [ "${1:-}" != newest ]; then suites_of_others; fi'
+    rest = [f"  {testing} -m control", "else", f"  {testing} -m slow", others, "fi"]
+    assert ci.rstrip().splitlines()[-5:] == rest, "the rest at the end"
     assert f'\n{testing}\nwait "$checked"\n' in ci
     assert "set -euo pipefail" in ci
 

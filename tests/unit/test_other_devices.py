@@ -2,64 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import signal
-import sys
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
-import psutil
 import pytest
 import torch
 from support.cases import cases
-from support.ranks import alone, run_on_ranks
 
 from toolkit import ranks
 from toolkit.errors import BadInputError
 
 TABLES = cases(__file__)
-
-
-def of_windows() -> list[str]:
-    """Imports and uses, without the names that Windows lacks, the modules that ask for them."""
-    for name in ("SIGUSR1", "SIGHUP"):
-        delattr(signal, name)
-    del os.sched_getaffinity
-    sys.modules["resource"] = None  # type: ignore[assignment]
-    names = (
-        "unix",
-        "training.stop",
-        "training.usage",
-        "sharding.offload.host",
-        "cli.ranks.launcher",
-        "cli.shared.console",
-        "cli.commands.doctor",
-        "cli.ranks.finetune",
-    )
-    modules = {name: importlib.reload(importlib.import_module(f"toolkit.{name}")) for name in names}
-    with modules["training.stop"].StopRequests(None) as requests:
-        os.kill(os.getpid(), signal.SIGTERM)
-        reason = requests.reason_to_stop()
-    with modules["cli.ranks.launcher"]._forwarding_signals():
-        pass
-    peak = SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=7))
-    with mock.patch.object(psutil, "Process", return_value=peak):
-        bytes_used = modules["training.usage"].peak_host_bytes()
-    room = modules["sharding.offload.host"]._process_room()
-    found = [finding.what for finding in modules["cli.commands.doctor"]._disk_findings()]
-    return [str(reason), str(bytes_used), str(room), str("open files" in found), str(ranks.usable_cores())]
-
-
-@alone
-def without_their_names() -> list[str]:
-    return of_windows()
-
-
-def test_modules_do_without_what_windows_lacks() -> None:
-    [found] = run_on_ranks(without_their_names, 1)
-    assert found == ["SIGTERM", "7", "None", "False", str(os.cpu_count())]
 
 
 @pytest.mark.parametrize(("own", "of_launcher", "ranks_of_host", "expected"), TABLES["CORES"])

@@ -67,7 +67,7 @@ class Odd(float):
     """A number whose conversion and text are code of the user's."""
 
     def __float__(self) -> float:
-        raise SystemExit(0)
+        raise ValueError
 
     def __repr__(self) -> str:
         raise ValueError
