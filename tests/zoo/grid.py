@@ -6,6 +6,7 @@ PYTHONPATH=.:tests python -m zoo.grid FEATURE [KIND ...]    writes results.json 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -130,10 +131,14 @@ def recipe_of(feature: Feature, folder: Path) -> dict[str, Any]:
     return values
 
 
+APART = re.compile(r"set training.micro_batch_size=1, .* training.gradient_accumulation_steps=(\d+) for the same steps")
+
+
 def run(values: dict[str, Any], backend: str = "inductor") -> tuple[str, Any]:
     """On every rank: how a run of the recipe ended, and the records of its steps or what it said.
 
-    A run whose blocks could not be compiled goes on eagerly and warns, which is a refusal here.
+    A run whose blocks could not be compiled goes on eagerly and warns, which is a refusal here. One that must not pad
+    rows pads none.
     """
     from toolkit import finetune
     from toolkit.errors import BadInputError
@@ -147,9 +152,17 @@ def run(values: dict[str, Any], backend: str = "inductor") -> tuple[str, Any]:
     try:
         result = finetune(Recipe.from_mapping(values))
     except BadInputError as error:
-        return "refused", str(error)
+        refusal = str(error)
     except Exception as error:  # whatever a user would see as a bare error
         return "crashed", f"{type(error).__name__}: {' '.join(str(error).split())}"
+    else:
+        refusal = ""
+    if (pads_none := APART.search(refusal)) is not None:
+        apart = {"micro_batch_size": 1, "gradient_accumulation_steps": int(pads_none[1])}
+        meet()
+        return run({**values, "training": {**values["training"], **apart}}, backend)
+    if refusal:
+        return "refused", refusal
     if compilation.problem is not None:
         return "refused", f"training.compile: {compilation.describe()}"
     return "ran", [record for record in result.metrics if "learning_rate" in record]

@@ -48,6 +48,9 @@ def test_types_that_cover_the_mechanisms_train_as_each_row_alone_or_are_refused(
     assert {name: said for name, said in found.items() if said != "right"} == {}
 
 
+GATES = 0.01
+"""Of the change of a gate's weights: AdamW divides by them, and rounding moves some by 0.004 on some processors."""
+
 LOOPED = {
     "zero2": {"strategy": "zero2"},
     "zero3": {},
@@ -65,7 +68,9 @@ def test_a_step_of_blocks_in_a_loop_is_the_plain_one_or_is_refused(tmp_path: Pat
     for kind, (name, fields), norm in product(("dory", "inkling2_loop_text"), LOOPED.items(), (1e9, None)):
         if norm or name == "offload":  # without clipping units are stepped in backward
             changes = {"sharding": {"strategy": "zero3"} | fields, "training": {"max_grad_norm": norm, "max_steps": 1}}
-            jobs.append((kind, Feature(num_ranks=2, changes=changes), tmp_path / f"{kind} {name} {norm}"))
+            jobs.append(
+                (kind, Feature(num_ranks=2, changes=changes, tolerance=GATES), tmp_path / f"{kind} {name} {norm}")
+            )
     found = {folder.name: said for (_, _, folder), said in zip(jobs, all_judged(jobs), strict=True)}
     refused = [found.pop(f"{kind} offload None") for kind in ("dory", "inkling2_loop_text")]
     assert all("got two gradients before one step" in said for said in refused)
