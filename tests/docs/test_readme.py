@@ -32,5 +32,5 @@ def test_the_supported_systems_and_versions_are_those_of_the_package() -> None:
         newest = f"{major}.{int(minor) - 1}"
         told.append(f"{shown} {first}" if first == newest else f"{shown} {first} to {newest}")
     page = README.read_text(encoding="utf-8")
-    assert "You need Linux (macOS and Windows are untested)" in page
+    assert "You need Linux: WSL 2 on Windows" in page
     assert [words for words in told if words not in page] == []
