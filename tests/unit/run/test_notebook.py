@@ -124,3 +124,12 @@ def test_a_build_for_cuda_without_a_gpu_may_be_forked(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(BadInputError, match="forked from one that has used CUDA"):
         accelerator._require_usable_fork()
+
+
+def test_ranks_of_a_cell_draw_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter's kernels have it
+    assert Terminal().is_terminal
+    monkeypatch.setattr(notebook, "in_notebook", lambda: True)
+    for name, value in notebook._environment().items():
+        monkeypatch.setenv(name, value)
+    assert not Terminal().is_terminal

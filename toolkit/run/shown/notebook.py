@@ -130,6 +130,8 @@ def finetune_on(recipe: Recipe, num_processes: int) -> FinetuneResult:
 def _environment() -> dict[str, str]:
     """Returns the variables that Accelerate's launcher sets for ranks."""
     found = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
+    if in_notebook():  # Jupyter sets it, and the bar of a terminal would fill the cell with its codes
+        found["FORCE_COLOR"] = ""
     if not check_cuda_p2p_ib_support():
         found |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
     return found
