@@ -30,7 +30,7 @@ NEEDED = f"a number of at most {LARGEST:g}, or None to leave a completion out"
 
 
 @dataclass(frozen=True)
-class ToScore:
+class Completions:
     """Completions to score, in the order of their rows.
 
     Attributes:
@@ -49,7 +49,7 @@ class ToScore:
 class Reward(Protocol):
     """Scores N completions; returns their values in order. Collective."""
 
-    def __call__(self, judged: ToScore) -> list[float]: ...
+    def __call__(self, completions: Completions) -> list[float]: ...
 
 
 class Rewards:
@@ -90,7 +90,7 @@ class Rewards:
         if section.score is not None:
             values = _Function(load_function(section.score, where), section.batched).values
             # Once for all: a function of the user's may have effects, and need not be on every host.
-            return lambda judged: ranks.on_first_rank(lambda: values(judged))
+            return lambda given: ranks.on_first_rank(lambda: values(given))
         if section.model is not None:
             judge = close.enter_context(reward_model(section.model, "auto", self._device, f"{where}: model"))
             return _ModelReward(judge, self._form, self._batch_size)
@@ -98,13 +98,13 @@ class Rewards:
             return _Overlong(self._max_new_tokens, min(section.overlong, self._max_new_tokens))
         if section.match is not None:
             pattern = re.compile(section.match)
-            return lambda judged: [float(pattern.search(text) is not None) for text in judged.texts]
+            return lambda given: [float(pattern.search(text) is not None) for text in given.texts]
         # Every row's answer is looked at, before the first step.
         ranks.on_first_rank(lambda: scoring_of(list(rows()), section.compare, f"{where}: compare"))
         comparison, pairs = scoring_of([], section.compare, where, self._tokenizer), partial(zip, strict=True)
-        return lambda judged: [comparison.score(text, row) for text, row in pairs(judged.texts, judged.rows)]
+        return lambda given: [comparison.score(text, row) for text, row in pairs(given.texts, given.rows)]
 
-    def of(self, judged: ToScore) -> tuple[np.ndarray, np.ndarray]:
+    def of(self, completions: Completions) -> tuple[np.ndarray, np.ndarray]:
         """Returns the values of each completion by each reward, (N, K), and the weighted sums, (N,). Collective.
 
         Both are NaN where a function abstains.
@@ -112,7 +112,7 @@ class Rewards:
         Raises:
             BadInputError: if a function fails, returns no number, or abstains from all; it names the row.
         """
-        values = np.array([reward(judged) for reward in self._rewards], dtype=np.float64).T
+        values = np.array([reward(completions) for reward in self._rewards], dtype=np.float64).T
         idle = [name for name, column in zip(self.names, values.T, strict=True) if np.isnan(column).all()]
         if idle:
             raise OwnCodeError(
@@ -129,17 +129,17 @@ class _Function:
     function: UserFunction
     batched: bool
 
-    def values(self, judged: ToScore) -> list[float]:
+    def values(self, completions: Completions) -> list[float]:
         # Copies, so that one score does not depend on those before it.
-        rows = [copy.deepcopy(dict(row.fields)) for row in judged.rows]
+        rows = [copy.deepcopy(dict(row.fields)) for row in completions.rows]
         if not self.batched:
-            places = [row.place for row in judged.rows]
-            each = zip(places, judged.texts, rows, strict=True)
+            places = [row.place for row in completions.rows]
+            each = zip(places, completions.texts, rows, strict=True)
             return [self._number(self.function.call(place, text, row), place) for place, text, row in each]
-        found = self.function.call("the completions of a step", list(judged.texts), rows)
+        found = self.function.call("the completions of a step", list(completions.texts), rows)
         if not isinstance(found, list | tuple) or len(found) != len(rows):
             raise self.function.wrong(found, f"{len(rows)} completions", f"a list of {len(rows)} values, {NEEDED} each")
-        return [self._number(value, row.place) for value, row in zip(found, judged.rows, strict=True)]
+        return [self._number(value, row.place) for value, row in zip(found, completions.rows, strict=True)]
 
     def _number(self, value: Any, place: str) -> float:
         if value is None:
@@ -157,11 +157,11 @@ class _Overlong:
     limit: int
     margin: int
 
-    def __call__(self, judged: ToScore) -> list[float]:
+    def __call__(self, completions: Completions) -> list[float]:
         free = self.limit - self.margin
         return [
             -1.0 if not stopped else -max(0, length - free) / self.margin
-            for length, stopped in zip(judged.lengths, judged.stopped, strict=True)
+            for length, stopped in zip(completions.lengths, completions.stopped, strict=True)
         ]
 
 
@@ -173,12 +173,12 @@ class _ModelReward:
     prompts: PromptForm
     batch_size: int
 
-    def __call__(self, judged: ToScore) -> list[float]:
-        share = range(ranks.rank(), len(judged.texts), ranks.world_size())
-        mine = [number for number in share if judged.texts[number].strip()]
-        rows = [self.prompts.row(judged.rows[number], completion=judged.texts[number]) for number in mine]
+    def __call__(self, completions: Completions) -> list[float]:
+        share = range(ranks.rank(), len(completions.texts), ranks.world_size())
+        mine = [number for number in share if completions.texts[number].strip()]
+        rows = [self.prompts.row(completions.rows[number], completion=completions.texts[number]) for number in mine]
         scores = self.judge.rewards(self.judge.encode(rows), self.batch_size) if rows else []
         found = dict(pair for of_rank in ranks.gather_objects(list(zip(mine, scores, strict=True))) for pair in of_rank)
         # A reward model has learned nothing of empty completions, which are as bad as the worst.
         worst = min(found.values(), default=0.0)
-        return [found.get(number, worst) for number in range(len(judged.texts))]
+        return [found.get(number, worst) for number in range(len(completions.texts))]

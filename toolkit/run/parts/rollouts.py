@@ -29,7 +29,7 @@ from toolkit.data.samples.samples import Batch, padded_length, sample_of, segmen
 from toolkit.data.tokens.tokenizer import decode
 from toolkit.errors import BadInputError, listed
 from toolkit.generation.sampling.fresh import FreshSample, draw, sampler_gap
-from toolkit.generation.sampling.rewards import Rewards, ToScore
+from toolkit.generation.sampling.rewards import Completions, Rewards
 from toolkit.generation.sampling.sampled_rows import PromptForm
 from toolkit.generation.text.complete import Prompt
 from toolkit.generation.text.load import Loaded
@@ -303,7 +303,7 @@ class Rollouts:
         texts = [decode(self._tokenizer, sample.written) for sample in samples]
         lengths, stopped = [len(sample.ids) for sample in samples], [sample.stopped for sample in samples]
         self._wait()
-        values, rewards = self._rewards.of(ToScore(texts, lengths, stopped, rows))
+        values, rewards = self._rewards.of(Completions(texts, lengths, stopped, rows))
         found = advantages_of(rewards, self._group, self._section.scale_rewards or "group")
         return Rollout(prompts, rows, samples, texts, values, rewards, found)
 
