@@ -49,7 +49,8 @@ def test_types_that_cover_the_mechanisms_train_as_each_row_alone_or_are_refused(
 
 
 GATES = 0.01
-"""Of the change of a gate's weights: AdamW divides by them, and rounding moves some by 0.004 on some processors."""
+"""Tolerance for gates, whose gradients are tiny: AdamW makes whole steps of them, and on some processors rounding moves
+one weight by 0.004 of the largest change."""
 
 LOOPED = {
     "zero2": {"strategy": "zero2"},
